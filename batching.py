@@ -93,9 +93,15 @@ class MicroBatch:
         return MicroBatch(**moved)
 
     @property
+    def lengths_list(self) -> list[int]:
+        """`lengths` as integers on the host, without a device sync."""
+        return [len(response) for unit in self.units for response in unit.responses]
+
+    @property
     def n_tokens(self) -> int:
         """Tokens that carry information, padding not counted."""
-        return int(self.input_ids.numel() if self.attention_mask is None else self.attention_mask.sum())
+        shared = self.attention_mask is None
+        return self.input_ids.numel() if shared else sum(unit.cost(share_prefix=False) for unit in self.units)
 
 
 class Mixture:

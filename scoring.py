@@ -1,0 +1,397 @@
+"""One forward pass: a micro-batch of packed rows in, log-probabilities of its responses out.
+
+Three ideas make this cheap, and each is exact:
+
+* A prompt is computed once for all its responses. The packed row holds trees (a prompt, then its responses, whose
+  positions restart after it); attention is causal inside the prompt, and inside prompt + response for each response.
+* The language-model head runs on the positions that predict response tokens only, a chunk at a time, and each chunk's
+  logits are recomputed in the backward pass, so full logits never exist.
+* There is no padding: all linear layers see one long row.
+
+The packed attention is a function that the model library calls in place of its own. Models that cannot be served so
+(ALiBi, recurrent, code with attention of its own) are scored one response a row; `choose_attention` finds out by
+scoring a group both ways.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from batching import MicroBatch, Segment, Unit, pack, pad
+
+ATTENTION_NAME = "packed_prompt_groups"
+# Bytes of fp32 logits that one chunk of the head may hold.
+HEAD_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20, "mps": 256 << 20}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention over packed trees
+
+
+class TreeLayout:
+    """How attention reads one packed row: the pieces it is cut into, and which pieces see which.
+
+    Args:
+        segments: the row's trees in order.
+        positions: int64 [T], position of each token in its own prompt + response.
+        kernel: "sdpa" (exact pieces, any device) or "flex" (one FlexAttention call with a block mask, CUDA).
+    """
+
+    def __init__(self, segments: list[Segment], positions: torch.Tensor, kernel: str = "sdpa"):
+        self.segments, self.positions, self.kernel = segments, positions, kernel
+        self.sizes = [n for segment in segments for n in (segment.prompt, *segment.responses)]
+        self._masks: dict[tuple, torch.Tensor | None] = {}
+        self._block_masks: dict[int | None, object] = {}
+
+    def mask(self, n_queries: int, n_keys: int, window: int | None) -> torch.Tensor | None:
+        """Boolean [n_queries, n_keys]: the queries are the last of the keys' positions. None: plain causal will do."""
+        key = (n_queries, n_keys, window)
+        if key not in self._masks:
+            if n_queries == n_keys and (window is None or n_keys <= window):
+                self._masks[key] = None
+            else:
+                device = self.positions.device
+                queries = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
+                keys = torch.arange(n_keys, device=device)[None]
+                self._masks[key] = (keys <= queries) & (queries - keys < (window or n_keys + 1))
+        return self._masks[key]
+
+    def mask_mod(self, window: int | None) -> Callable:
+        """The same rule as a FlexAttention mask function over the whole row."""
+        device = self.positions.device
+        trees, branches = [], []
+        for tree, segment in enumerate(self.segments):
+            for branch, n in enumerate((segment.prompt, *segment.responses)):
+                trees += [tree] * n
+                branches += [branch] * n
+        tree_of = torch.tensor(trees, device=device)
+        branch_of = torch.tensor(branches, device=device)
+        positions = self.positions
+
+        def visible(batch, head, query, key):
+            same_path = (tree_of[query] == tree_of[key]) & (
+                (branch_of[key] == 0) | (branch_of[key] == branch_of[query]))
+            near = positions[query] - positions[key] < (window or len(trees) + 1)
+            return same_path & (key <= query) & near
+
+        return visible
+
+    def block_mask(self, window: int | None):
+        """FlexAttention's block mask of the row, made once a micro-batch and window."""
+        if window not in self._block_masks:
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            n = len(self.positions)
+            self._block_masks[window] = create_block_mask(
+                self.mask_mod(window), None, None, n, n, device=self.positions.device)
+        return self._block_masks[window]
+
+
+def _attend(query, key, value, mask, scale, softcap, sinks) -> torch.Tensor:
+    """Attention of [1, H, Q, D] queries to [1, H, K, D] keys; `mask` None is causal. Returns [1, H, Q, D]."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
+    # No fused kernel knows soft-capping or attention sinks; the pieces are small enough to write it out.
+    scores = query @ key.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.float().masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1).to(value.dtype)
+    return weights[..., : key.shape[-2]] @ value
+
+
+_compiled_flex = None
+
+
+def _flex(query, key, value, layout: TreeLayout, scale, window) -> torch.Tensor:
+    global _compiled_flex
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if query.device.type == "cpu":
+        function = flex_attention  # uncompiled: for checking the rule, not for speed
+    else:
+        if _compiled_flex is None:
+            _compiled_flex = torch.compile(flex_attention, dynamic=True)
+        function = _compiled_flex
+    gqa = key.shape[1] != query.shape[1]
+    return function(query, key, value, block_mask=layout.block_mask(window), scale=scale, enable_gqa=gqa)
+
+
+def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, *, layout=None,
+                     sliding_window=None, softcap=None, s_aux=None, **kwargs):
+    """Attention over packed trees, called by the model library in every layer.
+
+    Args:
+        query: [1, H, T, D]; key, value: [1, H_kv, T, D].
+        layout: the row's TreeLayout. Without one (generation, padded rows) this is ordinary SDPA under `attention_mask`.
+        sliding_window: positions that a query looks back, itself counted; None is all.
+        softcap, s_aux: logit soft-capping and attention sinks of the models that have them.
+    Returns: [1, T, H, D] and None, as the library expects.
+    """
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    if layout is None:
+        if softcap is None and s_aux is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+                                          **kwargs)
+        key, value = _repeat_heads(query, key, value)
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            attention_mask = attention_mask == 0
+        return _attend(query, key, value, attention_mask, scaling, softcap, s_aux).transpose(1, 2).contiguous(), None
+    if layout.kernel == "flex" and softcap is None and s_aux is None:
+        return _flex(query, key, value, layout, scaling, sliding_window).transpose(1, 2).contiguous(), None
+
+    key, value = _repeat_heads(query, key, value)
+    # One split each, so that the backward pass is one concatenation and not a full-size zero tensor a slice.
+    queries, keys, values = (tensor.split(layout.sizes, dim=2) for tensor in (query, key, value))
+    outputs, piece = [], 0
+    for segment in layout.segments:
+        prompt_key, prompt_value = keys[piece], values[piece]
+        mask = layout.mask(segment.prompt, segment.prompt, sliding_window)
+        outputs.append(_attend(queries[piece], prompt_key, prompt_value, mask, scaling, softcap, s_aux))
+        for index, n in enumerate(segment.responses, start=piece + 1):
+            mask = layout.mask(n, segment.prompt + n, sliding_window)
+            outputs.append(_attend(
+                queries[index], torch.cat([prompt_key, keys[index]], dim=2),
+                torch.cat([prompt_value, values[index]], dim=2), mask, scaling, softcap, s_aux))
+        piece += 1 + len(segment.responses)
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _repeat_heads(query, key, value):
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1:
+        return key, value
+    return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+
+
+AttentionInterface.register(ATTENTION_NAME, packed_attention)
+# Without a layout (generation) masks are made as for SDPA.
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probs of target tokens without full logits
+
+
+class _LinearLogps(torch.autograd.Function):
+    """log softmax(softcap(scale * (h W^T + b)))[target], chunk by chunk, with one chunk of logits alive at a time.
+
+    hidden [N, d], weight [V, d], bias [V] or None, targets int64 [N] -> float32 [N]. The backward pass recomputes each
+    chunk's logits and turns them into the gradient in place.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap, chunk):
+        logps = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        normalisers = torch.empty_like(logps)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits, _ = _LinearLogps.logits(hidden[rows], weight, bias, scale, softcap)
+            normalisers[rows] = logits.logsumexp(-1)
+            logps[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - normalisers[rows]
+        ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
+        ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
+        return logps
+
+    @staticmethod
+    def logits(hidden, weight, bias, scale, softcap):
+        """float32 logits [n, V], and the soft-cap's slope [n, V] (None without one)."""
+        logits = F.linear(hidden, weight, bias).float()
+        if scale != 1.0:
+            logits.mul_(scale)
+        if softcap is None:
+            return logits, None
+        bounded = logits.div_(softcap).tanh_()
+        slope = 1 - bounded * bounded
+        return bounded.mul_(softcap), slope
+
+    @staticmethod
+    def backward(ctx, upstream):
+        hidden, weight, bias, targets, normalisers = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        # Chunks are summed in fp32, whatever the weight's own precision.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            grad, slope = _LinearLogps.logits(hidden[rows], weight, bias, ctx.scale, ctx.softcap)
+            # d log p[target] / d logits = onehot(target) - softmax(logits)
+            grad.sub_(normalisers[rows, None]).exp_().mul_(-upstream[rows, None])
+            grad.scatter_add_(1, targets[rows, None], upstream[rows, None].to(grad.dtype))
+            if slope is not None:
+                grad.mul_(slope)
+            if ctx.scale != 1.0:
+                grad.mul_(ctx.scale)
+            if needs_bias:
+                grad_bias += grad.sum(0)
+            grad = grad.to(weight.dtype)
+            if needs_hidden:
+                grad_hidden[rows] = grad @ weight
+            if needs_weight:
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(grad.T, hidden[rows])
+                else:
+                    grad_weight += grad.T @ hidden[rows]
+        if needs_weight:
+            grad_weight = grad_weight.to(weight.dtype)
+        if needs_bias:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def target_logps(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor, scale: float = 1.0,
+                 softcap: float | None = None, chunk: int | None = None) -> torch.Tensor:
+    """Log-probs of given tokens under a language-model head.
+
+    Args:
+        head: output embeddings; hidden: [N, d]; targets: int64 [N].
+        scale: factor on the logits; softcap: bound c of c * tanh(logits / c).
+        chunk: rows whose logits exist at once; None fits HEAD_CHUNK_BYTES.
+    Returns: float32 [N].
+    """
+    if chunk is None:
+        vocabulary = getattr(head, "out_features", None) or head.weight.shape[0]
+        chunk = max(16, HEAD_CHUNK_BYTES.get(hidden.device.type, 128 << 20) // (4 * vocabulary))
+    if type(head) is torch.nn.Linear and not hasattr(head.weight, "placements") and not head._forward_pre_hooks:
+        return _LinearLogps.apply(hidden, head.weight, head.bias, targets, scale, softcap, chunk)
+
+    # A head with hooks or a class of its own (tensor parallelism, adapters) is called as the module it is.
+    def chunk_logps(rows, wanted):
+        logits = head(rows).float() * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return logits.log_softmax(-1).gather(1, wanted[:, None]).squeeze(1)
+
+    parts = [checkpoint(chunk_logps, rows, wanted, use_reentrant=False)
+             for rows, wanted in zip(hidden.split(chunk), targets.split(chunk))]
+    return torch.cat(parts)
+
+
+def head_scaling(model) -> tuple[float, float | None]:
+    """(scale, softcap) that a model applies to its logits after the head (Cohere, Granite, Gemma 2 and their kin)."""
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    if getattr(config, "logits_scaling", None):
+        scale /= float(config.logits_scaling)
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The forward pass
+
+
+def response_logps(model, batch: MicroBatch) -> torch.Tensor:
+    """Summed log-prob of each response of a micro-batch.
+
+    Bound to the model as `model.response_logps(batch)` by `use_attention`, so that a sharded model can treat it as a
+    forward method of its own.
+
+    Returns: float32 [K], in the batch's response order, differentiable.
+    """
+    return torch.stack([part.sum() for part in token_logps(model, batch).split(batch.lengths_list)])
+
+
+def token_logps(model, batch: MicroBatch) -> torch.Tensor:
+    """Log-prob of every scored token, float32 [N], in the order of `batch.targets`."""
+    arguments = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    if batch.segments is not None:
+        arguments["layout"] = TreeLayout(batch.segments, batch.position_ids[0], model.attention_kernel)
+        # A ready 4-D mask stops the library from making one; the packed attention never reads it.
+        arguments["attention_mask"] = batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool)
+    else:
+        arguments["attention_mask"] = batch.attention_mask
+        if not model.takes_position_ids:
+            del arguments["position_ids"]
+    if model.whole_forward:
+        logits = model(**arguments).logits
+        rows = logits.reshape(-1, logits.shape[-1])[batch.predictors].float()
+        return rows.log_softmax(-1).gather(1, batch.targets[:, None]).squeeze(1)
+    hidden = model.base_model(**arguments).last_hidden_state
+    hidden = hidden.reshape(-1, hidden.shape[-1])[batch.predictors]
+    return target_logps(model.get_output_embeddings(), hidden, batch.targets, *head_scaling(model))
+
+
+def use_attention(model, kernel: str, whole_forward: bool = False) -> None:
+    """Prepare a model for `response_logps`.
+
+    Args:
+        kernel: "packed_sdpa" or "flex" (packed rows), or "plain" (padded rows, the model's own attention).
+        whole_forward: score through the model's own forward and logits, for heads this file does not know.
+    """
+    import inspect
+
+    if kernel != "plain":
+        model.set_attn_implementation(ATTENTION_NAME)
+    model.attention_kernel = "flex" if kernel == "flex" else "sdpa"
+    model.whole_forward = whole_forward
+    model.takes_position_ids = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    model.response_logps = types.MethodType(response_logps, model)
+
+
+@torch.no_grad()
+def choose_attention(model, unit: Unit, wanted: str, pad_token_id: int, device) -> tuple[str, bool, str | None]:
+    """Score one prompt group every way there is and settle on the fastest one that is right.
+
+    The measure is the model's own forward on padded rows, one response each, under its own attention.
+
+    Args:
+        unit: a group of (if possible) several responses; wanted: model.attention of the config ("auto" tries all).
+    Returns: (kernel, whole_forward, notice): the notice says why prompts are not shared, None if they are.
+    Raises:
+        ValueError: `wanted` names a packed kernel that this model cannot use.
+    """
+    own = model.config._attn_implementation
+    plain = pad([unit], pad_token_id).to(device)
+    packed = pack([unit]).to(device)
+    use_attention(model, "plain", whole_forward=True)
+    truth = response_logps(model, plain)
+
+    def error(kernel, whole):
+        try:
+            use_attention(model, kernel, whole)
+            found = response_logps(model, plain if kernel == "plain" else packed)
+            difference = ((found - truth).abs().max() / truth.abs().max().clamp(min=1.0)).item()
+            precise = next(model.parameters()).dtype == torch.float32
+            if not difference < (2e-4 if precise else 3e-2):
+                return f"log-probs differ by {difference:.1e}"
+        except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError, KeyError) as problem:
+            return f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}" if str(problem) else repr(problem)
+        finally:
+            if kernel != "plain" and model.config._attn_implementation != own:
+                model.set_attn_implementation(own)
+        return None
+
+    kernels = {"auto": ["flex", "packed_sdpa"] if str(device).startswith("cuda") else ["packed_sdpa"],
+               "plain": []}.get(wanted, [wanted])
+    reasons = []
+    for kernel in kernels:
+        problem = error(kernel, False)
+        if problem is None:
+            use_attention(model, kernel)
+            return kernel, False, None
+        reasons.append(f"{kernel}: {problem}")
+    if wanted not in ("auto", "plain"):
+        raise ValueError(f"model.attention={wanted} does not work for {type(model).__name__} ({reasons[0]}). "
+                         "Use model.attention=auto.")
+    whole = error("plain", False) is not None
+    use_attention(model, "plain", whole)
+    notice = None
+    if reasons:
+        notice = (f"{type(model).__name__} cannot share a prompt between responses ({'; '.join(reasons)}): "
+                  "scoring one response a row, which is right but slower.")
+    return "plain", whole, notice
