@@ -1,0 +1,218 @@
+"""Small helpers without policy: the world of processes, random seeds, and the folders that runs live in.
+
+torch is imported inside the functions that need it, so that a mistake in the settings is reported before it loads.
+"""
+import getpass
+import hashlib
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import datetime
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of this process among those that train together.
+
+    rank counts over all nodes, local_rank on this node only; device is the torch device that this process computes on.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: str = "cpu"
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+# ---- Collectives: in a world of one they do nothing -----------------------------------------------------------------
+
+
+def barrier(world: World) -> None:
+    """Wait until every rank is here."""
+    if world.size > 1:
+        import torch.distributed as dist
+
+        # Not dist.barrier(): over NCCL that one guesses a device, and guesses wrong on a second node.
+        all_gather_bytes(b"", world)
+        assert dist.is_initialized()
+
+
+def all_reduce_sum(tensor, world: World):
+    """Sum of `tensor` (any shape, equal on all ranks) over the ranks: a new tensor on the same device."""
+    if world.size == 1:
+        return tensor.clone()
+    import torch.distributed as dist
+
+    total = tensor.detach().clone().contiguous()
+    dist.all_reduce(total, op=dist.ReduceOp.SUM)
+    return total
+
+
+def broadcast_object(obj, world: World, src: int = 0):
+    """The object of rank `src`, on every rank. It is pickled: only for objects of our own making."""
+    if world.size == 1:
+        return obj
+    import torch
+    import torch.distributed as dist
+
+    box = [obj]
+    # Named, because the default is the accelerator, where a pickle has no business.
+    dist.broadcast_object_list(box, src=src, device=torch.device("cpu"))
+    return box[0]
+
+
+def gather_objects(obj, world: World) -> list:
+    """The objects of all ranks in the order of ranks, on every rank. They are pickled: only for our own objects."""
+    if world.size == 1:
+        return [obj]
+    import pickle
+
+    return [pickle.loads(data) for data in all_gather_bytes(pickle.dumps(obj), world)]
+
+
+def all_gather_bytes(data: bytes, world: World) -> list:
+    """The byte strings of all ranks, which may differ in length, in the order of ranks, on every rank.
+
+    Runs over CPU tensors and hence gloo. torch's own all_gather_object would pick the accelerator where there is one,
+    and spend its memory on this.
+    """
+    import torch
+    import torch.distributed as dist
+
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    lengths = [torch.zeros_like(length) for _ in range(world.size)]
+    dist.all_gather(lengths, length)
+    longest = max(1, max(int(n) for n in lengths))  # gloo takes no empty tensors
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(parts, padded)
+    return [bytes(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, lengths)]
+
+
+def digest(obj) -> str:
+    """A short fingerprint of anything that json can write; keys in any order."""
+    return hashlib.sha256(json.dumps(obj, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def check_same(obj_digest: str, what: str, world: World) -> None:
+    """Raise ValueError on every rank, naming the ranks that differ, unless all ranks hold the same digest.
+
+    Ranks that see different settings or data would train on nonsense, or wait for each other for ever.
+    """
+    digests = gather_objects(obj_digest, world)
+    if len(set(digests)) == 1:
+        return
+    # The largest group is taken to be right, the first of equals: most often it is one node that was set up otherwise.
+    usual = max(digests, key=digests.count)
+    others = [rank for rank, other in enumerate(digests) if other != usual]
+    agreeing = [rank for rank, other in enumerate(digests) if other == usual]
+    raise ValueError(f"{what} differs between the processes: {_ranks(others)} not the same as {_ranks(agreeing)}. "
+                     "Start all of them with the same command, the same code and the same files.")
+
+
+def _ranks(ranks: list) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def free_port() -> int:
+    """A TCP port of this host that is free now; another program may still take it, so prefer a file store."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# ---- Processes and seeds --------------------------------------------------------------------------------------------
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch on all devices, for whatever of the libraries draws without a generator of its own."""
+    import random
+
+    import numpy
+    import torch
+
+    seed = int(seed)  # a NumPy integer is refused by random.seed from Python 3.11 on
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def die_with_parent(parent: int = 0) -> None:
+    """Have this process killed when its parent ends, even by kill -9: nothing may go on training unseen.
+
+    Also fits as the initializer of a process pool. `parent` is the expected parent's id, if the caller knows it: the
+    parent may have ended before this call.
+    """
+    parent = parent or os.getppid()
+    if sys.platform == "linux":
+        import ctypes
+        import signal
+
+        PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        def watch():
+            while os.getppid() == parent:
+                time.sleep(1)
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True, name="watch-parent").start()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+# ---- Folders --------------------------------------------------------------------------------------------------------
+
+
+def get_local_dir(prefixes) -> str:
+    """<folder>/<user>, for the first of the folders that exists and can be written, else the last. Makes nothing."""
+    prefixes = [prefixes] if isinstance(prefixes, str) else list(prefixes)
+    if not prefixes:
+        raise ValueError("local_dirs is empty: name at least one folder for runs, such as local_dirs=[.cache]")
+    usable = [p for p in prefixes if os.path.isdir(p) and os.access(p, os.W_OK | os.X_OK)]
+    return os.path.join((usable or prefixes[-1:])[0], _user())
+
+
+def get_local_run_dir(exp_name: str, local_dirs) -> str:
+    """A name for a new run's folder: <local dir>/<user>/<exp_name>_<date>_<time to the microsecond>. Makes nothing."""
+    return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
+
+
+def make_run_dir(exp_name: str, local_dirs) -> str:
+    """Make a new run folder that no other process has, also when two start in the same instant, and return its path."""
+    while True:
+        run_dir = get_local_run_dir(exp_name, local_dirs)
+        try:
+            os.makedirs(os.path.dirname(run_dir), exist_ok=True)
+            os.mkdir(run_dir)  # fails if it exists: who makes it, owns it
+            return run_dir
+        except FileExistsError as error:
+            if not os.path.isdir(run_dir):
+                raise ValueError(f"no run folder can be made at {run_dir}: {error.strerror} ({error.filename}). "
+                                 "Set local_dirs to a folder that can be written.") from error
+            time.sleep(0.001)
+        except OSError as error:
+            raise ValueError(f"no run folder can be made at {run_dir}: {error.strerror}. "
+                             "Set local_dirs to a folder that can be written.") from error
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # containers run under user ids that have no name
+        return f"uid-{os.getuid()}"
+
+
+def file_name(text: str) -> str:
+    """`text` with all that is awkward in a file name replaced."""
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-.") or "unnamed"
