@@ -1,13 +1,15 @@
 """Batched sampling from a causal language model while it trains, sharded or not.
 
-`model.generate` would do on one device. It does not do on a sharded model whose ranks hold different prompts: every forward is then
-a collective, and a rank that finishes early leaves the others waiting for ever. The loop below is small enough to make three promises:
+`model.generate` would do on one device. It does not do on a sharded model whose ranks hold different prompts: every
+forward is then a collective, and a rank that finishes early leaves the others waiting for ever. The loop below is small
+enough to make three promises:
 
-- all ranks call forward equally often: they agree after each token whether anybody still writes, and a rank without prompts feeds
-  a dummy row;
-- what a prompt is answered depends on the model, the seed and the prompt's place in the list; not on the batch it sits in, not on the
-  number of ranks (floating-point rounding aside);
-- nothing is left behind: the global random state, the train/eval mode of every module and the sharding are as they were.
+- all ranks call forward equally often: they agree after each token whether anybody still writes, and a rank without
+  prompts feeds a dummy row;
+- what a prompt is answered depends on the model, the seed and the prompt's place in the list; not on the batch it sits
+  in, not on the number of ranks (floating-point rounding aside);
+- nothing is left behind: the global random state, the train/eval mode of every module and the sharding are as they
+  were.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import torch
 
 from utils import World, all_reduce_sum, gather_objects
 
-# Tokens that end an assistant's turn in common chat templates. A template may close turns with one of them although the tokenizer's EOS is
-# another token; it counts as an end only where the model's own template writes it.
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|END_OF_TURN_TOKEN|>")
+# Tokens that end an assistant's turn in common chat templates. A template may close turns with one of them although the
+# tokenizer's EOS is another token; it counts as an end only where the model's own template writes it.
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>")
 
 
 def generate_samples(
@@ -50,8 +52,8 @@ def generate_samples(
         top_p: sample from the smallest set of tokens whose probability reaches it (nucleus sampling, arXiv 1904.09751).
         batch_size: prompts a rank continues at once.
         world: all ranks that call the model's forward together; None means this process alone.
-        shard: (index, count) of the part of the prompts that this rank takes, world's rank and size by default. Ranks that compute one
-            forward together (tensor parallelism) take the same part.
+        shard: (index, count) of the part of the prompts that this rank takes, world's rank and size by default. Ranks
+            that compute one forward together (tensor parallelism) take the same part.
         notice: told once when prompts had to be cut to fit the model's positions.
 
     Raises:
@@ -78,7 +80,9 @@ def generate_samples(
             for start in range(0, rounds * batch_size, batch_size):
                 mine = range(index, len(prompts), count)[start : start + batch_size]
                 continuations = writer.continue_rows([(number, prompts[number]) for number in mine])
-                texts.update({number: decode(tokenizer, prompts[number], new) for number, new in zip(mine, continuations)})
+                texts.update(
+                    {number: decode(tokenizer, prompts[number], new) for number, new in zip(mine, continuations)}
+                )
     finally:
         for module, training in modes:
             module.training = training
@@ -89,9 +93,11 @@ def generate_samples(
     return [texts[number] for number in range(len(prompts))]
 
 
-def fit_to_positions(model, tokenizer, prompts, max_new_tokens: int, notice: Callable[[str], None]) -> tuple[list[np.ndarray], int]:
-    """Cut prompts from the left so that prompt and continuation stay within the positions that the model knows; an empty prompt becomes one
-    BOS (or EOS) token, because a model needs something to read."""
+def fit_to_positions(
+    model, tokenizer, prompts, max_new_tokens: int, notice: Callable[[str], None]
+) -> tuple[list[np.ndarray], int]:
+    """Cut prompts from the left so that prompt and continuation stay within the positions that the model knows; an
+    empty prompt becomes one BOS (or EOS) token, because a model needs something to read."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     limit = getattr(config, "max_position_embeddings", None)  # None: ALiBi or recurrent, no limit
     start = next((token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None), 0)
@@ -99,20 +105,21 @@ def fit_to_positions(model, tokenizer, prompts, max_new_tokens: int, notice: Cal
     if not limit or not rows:
         return rows, max_new_tokens
     if max_new_tokens >= limit:
-        notice(f"samples: sampling.max_new_tokens={max_new_tokens} is lowered to {limit - 1}; the model has {limit} positions")
+        notice(f"samples: max_new_tokens={max_new_tokens} is lowered to {limit - 1}: the model has {limit} positions")
         max_new_tokens = limit - 1
     room = limit - max_new_tokens
     cut = sum(len(row) > room for row in rows)
     if cut:
         notice(
-            f"samples: {cut} of {len(rows)} prompts lose their beginning: the model has {limit} positions, {max_new_tokens} of which "
-            "are kept for the continuation (sampling.max_new_tokens)"
+            f"samples: {cut} of {len(rows)} prompts lose their beginning: the model has {limit} positions, "
+            f"{max_new_tokens} of which are kept for the continuation (sampling.max_new_tokens)"
         )
     return [row[-room:] for row in rows], max_new_tokens
 
 
 def stop_token_ids(model, tokenizer) -> set[int]:
-    """The ids that end a continuation: EOS by the generation config, the model's config and the tokenizer, and the end of a turn."""
+    """The ids that end a continuation: EOS by the generation config, the model's config and the tokenizer, and the end
+    of a turn."""
     ids: set[int] = set()
     for owner in (getattr(model, "generation_config", None), model.config, tokenizer):
         eos = getattr(owner, "eos_token_id", None)
@@ -124,21 +131,24 @@ def stop_token_ids(model, tokenizer) -> set[int]:
 
 
 def decode(tokenizer, prompt: np.ndarray, continuation: list[int]) -> str:
-    """The continuation as text. Decoding it behind its prompt keeps the leading space that sentencepiece drops at the start of a text."""
+    """The continuation as text. Decoding it behind its prompt keeps the leading space that sentencepiece drops at the
+    start of a text."""
     head = tokenizer.decode(prompt.tolist(), skip_special_tokens=True)
     whole = tokenizer.decode(prompt.tolist() + continuation, skip_special_tokens=True)
     return whole[len(head) :] if whole.startswith(head) else tokenizer.decode(continuation, skip_special_tokens=True)
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Free what FSDP2 gathered: after a forward without gradients the root, and every block under SHARD_GRAD_OP, holds full plain tensors."""
+    """Free what FSDP2 gathered: after a forward without gradients the root, and every block under SHARD_GRAD_OP, holds
+    full plain tensors."""
     for module in model.modules():
         if callable(getattr(module, "reshard", None)):  # not recursive in FSDP2
             module.reshard()
 
 
 def choose_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    """One token a row by inverting the cumulative distribution, in vocabulary order so that rounding can flip a draw at one edge only.
+    """One token a row by inverting the cumulative distribution, in vocabulary order so that rounding can flip a draw at
+    one edge only.
 
     Args:
         logits: [rows, vocabulary]
@@ -171,7 +181,8 @@ class _Writer:
         self.model, self.world, self.device = model, world, device
         self.temperature, self.top_p, self.max_new_tokens, self.seed = temperature, top_p, max_new_tokens, seed
         self.stops = torch.tensor(sorted(stop_token_ids(model, tokenizer)), dtype=torch.long, device=device)
-        # Embedding matrices are padded beyond the tokenizer for speed (Pythia: 50304 against 50277); those rows are no tokens.
+        # Embedding matrices are padded beyond the tokenizer for speed (Pythia: 50304 against 50277); those rows are no
+        # tokens.
         self.vocabulary_size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.pad = next(token for token in pads if token is not None)
@@ -184,7 +195,8 @@ class _Writer:
             self.cache_name = None
 
     def continue_rows(self, rows: list[tuple[int, np.ndarray]]) -> list[list[int]]:
-        """New token ids of each (number, prompt), stop tokens left off. No rows: a dummy runs, so that collectives match."""
+        """New token ids of each (number, prompt), stop tokens left off. No rows: a dummy runs, so that collectives
+        match."""
         prompts = [prompt for _, prompt in rows] or [np.array([self.pad])]
         uniform = self._uniforms([number for number, _ in rows])
         # A dummy row is finished before it starts: it never keeps the others going.
@@ -206,8 +218,9 @@ class _Writer:
         return [[token for token in row if token >= 0] for row in table]
 
     def _uniforms(self, numbers: list[int]) -> torch.Tensor:
-        """[rows, max_new_tokens] random numbers in [0, 1), each row from a generator of its own, always on the CPU: so they are the same on
-        every device and for policy and reference, whose samples then differ only where the models do."""
+        """[rows, max_new_tokens] random numbers in [0, 1), each row from a generator of its own, always on the CPU: so
+        they are the same on every device and for policy and reference, whose samples then differ only where the models
+        do."""
         table = torch.zeros(max(1, len(numbers)), self.max_new_tokens, dtype=torch.float64)
         if self.temperature > 0:
             for row, number in enumerate(numbers):
@@ -224,8 +237,8 @@ class _Writer:
         return self.model(**{name: value for name, value in inputs.items() if name in self.accepted})
 
     def _cached_steps(self, prompts: list[np.ndarray]):
-        """Yield next-token logits [rows, vocabulary]; send the tokens chosen. Prompts are padded on the left, so that all rows write in the
-        same column; positions count from each prompt's first token."""
+        """Yield next-token logits [rows, vocabulary]; send the tokens chosen. Prompts are padded on the left, so that
+        all rows write in the same column; positions count from each prompt's first token."""
         width = max(map(len, prompts))
         input_ids = torch.full((len(prompts), width), self.pad)
         mask = torch.zeros_like(input_ids)
@@ -234,7 +247,9 @@ class _Writer:
             mask[row, width - len(prompt) :] = 1
         input_ids, mask = input_ids.to(self.device), mask.to(self.device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        output = self._call(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+        output = self._call(
+            input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
+        )
         while True:
             tokens = yield output.logits[:, -1].float()
             cache = getattr(output, self.cache_name, None)
@@ -244,13 +259,17 @@ class _Writer:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             positions = positions[:, -1:] + 1
             output = self._call(
-                input_ids=tokens.unsqueeze(1), attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1,
+                input_ids=tokens.unsqueeze(1),
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=1,
                 **{self.cache_name: cache},
-            )  # fmt: skip
+            )
 
     def _full_steps(self, prompts: list[np.ndarray], tokens: torch.Tensor | None = None):
-        """Like `_cached_steps` for a model without a usable cache: it reads the whole text again for each token. Texts are padded on the
-        right, where a causal or recurrent model does not see the padding."""
+        """Like `_cached_steps` for a model without a usable cache: it reads the whole text again for each token. Texts
+        are padded on the right, where a causal or recurrent model does not see the padding."""
         width = max(map(len, prompts)) + self.max_new_tokens
         texts = torch.full((len(prompts), width), self.pad, device=self.device)
         for row, prompt in enumerate(prompts):
@@ -265,7 +284,11 @@ class _Writer:
             mask = (torch.arange(used, device=self.device) < lengths.unsqueeze(1)).long()
             positions = torch.arange(used, device=self.device).expand(len(prompts), -1)
             output = self._call(
-                input_ids=texts[:, :used], attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=lengths - 1
+                input_ids=texts[:, :used],
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=lengths - 1,
             )
             # With logits_to_keep the output has a column for each row's last position, else one for every position.
             column = rows if "logits_to_keep" in self.accepted else lengths - 1

@@ -16,7 +16,13 @@ from sampling import choose_tokens, generate_samples
 from utils import World
 
 VOCABULARY = 40
-TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 TINY |= {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 
 
@@ -39,7 +45,7 @@ class NumberTokenizer:
 
 
 def make_model(model_type: str = "llama", seed: int = 0, **changes):
-    """A tiny random model, scaled so that its distributions are far from uniform and it ends some of its texts itself."""
+    """A tiny random model, scaled so that its choices are far from uniform and it ends some of its texts itself."""
     config = transformers.AutoConfig.for_model(model_type, **(TINY | changes))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -65,7 +71,12 @@ def test_greedy_is_generate(model_type):
         ids = torch.from_numpy(prompt.astype(np.int64))[None]
         with torch.no_grad():
             whole = model.eval().generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0, eos_token_id=2
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=20,
+                pad_token_id=0,
+                eos_token_id=2,
             )
         assert sample == tokenizer.decode(whole[0, len(prompt) :].tolist(), skip_special_tokens=True)
     assert len(set(samples)) > 1
@@ -124,7 +135,9 @@ def test_prompts_are_cut_to_the_positions_of_the_model_and_it_says_so():
     prompts = make_prompts(30, 4)
     samples = generate_samples(model, NumberTokenizer(), prompts, temperature=0, max_new_tokens=10, notice=said.append)
     assert len(said) == 1 and "1 of 2 prompts" in said[0] and "16 positions" in said[0]
-    assert samples[0] == generate_samples(model, NumberTokenizer(), [prompts[0][-6:]], temperature=0, max_new_tokens=10)[0]
+    assert (
+        samples[0] == generate_samples(model, NumberTokenizer(), [prompts[0][-6:]], temperature=0, max_new_tokens=10)[0]
+    )
     said.clear()
     generate_samples(model, NumberTokenizer(), prompts, max_new_tokens=99, notice=said.append)
     assert "lowered to 15" in said[0]
@@ -143,7 +156,9 @@ def test_stops_at_every_end_token():
 
 def test_empty_prompt_and_no_prompts():
     model = make_model()
-    empty, bos = (generate_samples(model, NumberTokenizer(), [p], max_new_tokens=5)[0] for p in (np.array([], int), np.array([1])))
+    empty, bos = (
+        generate_samples(model, NumberTokenizer(), [p], max_new_tokens=5)[0] for p in (np.array([], int), np.array([1]))
+    )
     assert empty == bos
     assert generate_samples(model, NumberTokenizer(), []) == []
 
@@ -156,12 +171,17 @@ def test_choose_tokens_follows_the_distribution_and_top_p():
     assert set(choose_tokens(logits, uniform, 1.0, 0.1).tolist()) == {0}
     edge = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
     assert choose_tokens(logits[:2], edge, 1.0, 1.0).tolist() == [0, 3]
-    assert choose_tokens(torch.full((1, 4), torch.nan), edge[:1], 1.0, 1.0).item() < 4  # a broken model breaks elsewhere, not here
+    assert (
+        choose_tokens(torch.full((1, 4), torch.nan), edge[:1], 1.0, 1.0).item() < 4
+    )  # a broken model breaks elsewhere, not here
 
 
 def test_decoding_keeps_a_leading_space():
     words = {5: " cat", 6: " sat"}
-    decode = lambda ids, skip_special_tokens: "".join(words[i] for i in ids).lstrip()  # as sentencepiece decoders do  # noqa: E731
+
+    def decode(ids, skip_special_tokens):  # as sentencepiece does
+        return "".join(words[i] for i in ids).lstrip()
+
     assert sampling.decode(SimpleNamespace(decode=decode), np.array([5]), [6]) == " sat"
 
 
@@ -182,9 +202,11 @@ def sample_sharded(rank: int, size: int, folder: str) -> None:
         fully_shard(block, reshard_after_forward=False)
     fully_shard(model)
     world = World(rank=rank, size=size)
-    # Five prompts over two ranks in batches of two: rank 1 ends with a dummy batch of its own; the texts end at different steps.
+    # Five prompts over two ranks in batches of two: rank 1 has a dummy batch at the end; texts end at different steps.
     samples = generate_samples(model, NumberTokenizer(), make_prompts(*LENGTHS), batch_size=2, world=world, **SETTINGS)
-    none = generate_samples(model, NumberTokenizer(), make_prompts(4), batch_size=2, world=world, **SETTINGS)  # rank 1 has no prompt
+    none = generate_samples(
+        model, NumberTokenizer(), make_prompts(4), batch_size=2, world=world, **SETTINGS
+    )  # rank 1 has no prompt
     sharded = all(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in model.parameters())
     torch.save((samples, none, sharded), os.path.join(folder, f"{rank}.pt"))
     dist.destroy_process_group()
