@@ -1,0 +1,621 @@
+"""The training loop, and where its model lives.
+
+`BasicTrainer` reads from top to bottom: prepare, evaluate, step, save. `FSDPTrainer` and `TensorParallelTrainer` change
+only where parameters are (`place`), how many ranks share the data, and how a gradient norm is taken; the computation is
+the same, and tests hold them to it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import defaultdict
+from functools import partial
+
+import numpy as np
+import torch
+
+import losses
+import models
+import scoring
+from batching import MicroBatch, Mixture, Step, StepPlan, Unit, pack, pad
+from checkpoints import Checkpointer
+from losses import preference_loss  # noqa: F401  (part of this module's public face)
+from reference import ReferenceCache, weights_digest
+from reporting import Reporter
+from sampling import generate_samples
+from tokenization import load_tokenized
+from utils import World, all_reduce_sum, barrier, broadcast_object, check_same, gather_objects, get_local_dir, seed_everything
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What is summed over examples, in the order of the columns of a metric matrix; `{}` becomes train or eval.
+PREFERENCE_METRICS = ("loss/{}", "rewards_{}/chosen", "rewards_{}/rejected", "rewards_{}/accuracies", "rewards_{}/margins",
+                      "logps_{}/chosen", "logps_{}/rejected", "lengths_{}/chosen", "lengths_{}/rejected")
+SFT_METRICS = ("loss/{}", "logps_{}/chosen", "lengths_{}/chosen")
+
+
+def run(config, run_dir: str, world: World) -> float | None:
+    """Train as `config` says, on this rank. Returns the last evaluation's loss (None if there was none)."""
+    trainer = TRAINERS[config.trainer](config, run_dir, world)
+    try:
+        result = trainer.train()
+    except BaseException as problem:
+        trainer.reporter.finish(False, f"{type(problem).__name__}: {problem}")
+        raise
+    trainer.reporter.finish(True)
+    return result
+
+
+class BasicTrainer:
+    """Trains on one device.
+
+    Args:
+        config: the validated settings (settings.py); run_dir: the run's folder, which exists; world: this process.
+    """
+
+    def __init__(self, config, run_dir: str, world: World):
+        self.config, self.run_dir, self.world = config, run_dir, world
+        self.device = torch.device(world.device)
+        self.sft = config.loss.name == "sft"
+        self.metric_names = SFT_METRICS if self.sft else PREFERENCE_METRICS
+        # Ranks that take different examples; ranks of one tensor-parallel group share theirs.
+        self.data_rank, self.data_ranks = 0, 1
+        seed_everything(config.seed)
+        self.reporter = Reporter(config, run_dir, world)
+        self.notice = self.reporter.notice
+        self.examples = self.updates = self.epoch_step = 0
+        self.skipped = 0
+
+    # ---- What the placements change ------------------------------------------------------------------------------
+
+    def place(self, dtype: torch.dtype, frozen: bool = False) -> torch.nn.Module:
+        """A model with its weights, ready to compute on this rank's device."""
+        model = models.load_model(self.config, self.tokenizer, dtype, self.device)
+        blocks = models.find_blocks(model, self.block_name)
+        if not frozen:
+            every = int(self.config.activation_checkpointing)
+            if every:
+                models.checkpoint_activations(blocks, every)
+        if self.config.compile:
+            for block in blocks:
+                block.compile()
+        return model.requires_grad_(not frozen)
+
+    def choose_attention(self, unit: Unit) -> tuple[str, bool]:
+        """The fastest way of scoring that is right for this model: (kernel, whole_forward)."""
+        wanted = self.config.model.attention if self.config.prefix_sharing else self.config.model.attention
+        kernel, whole, notice = scoring.choose_attention(
+            self.policy, unit, wanted, self.tokenizer.pad_token_id, self.device)
+        if notice:
+            self.notice(notice)
+        return kernel, whole
+
+    def clip_gradients(self) -> torch.Tensor:
+        """Scale gradients to at most max_grad_norm; their 2-norm over all parameters before that, float32 []."""
+        return torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
+
+    def sync_gradients(self, last: bool) -> None:
+        """Told before each micro-batch whether it is the step's last."""
+
+    def after_forwards(self) -> None:
+        """Told after forward passes without a backward pass."""
+
+    # ---- Preparation ----------------------------------------------------------------------------------------------
+
+    @property
+    def block_name(self) -> str | None:
+        return self.config.model.block_name or self.config.model.get("block")
+
+    def prepare(self) -> None:
+        """Data, weights, reference log-probs, optimizer, and the state of a run that is resumed."""
+        config = self.config
+        self.tokenizer = models.load_tokenizer(config)
+        self.datasets = {"train": self._load_data("train"), "eval": self._load_data("test")}
+        if not sum(len(dataset.examples) for dataset in self.datasets["train"]):
+            raise ValueError(f"datasets={list(config.datasets)} hold no usable training example: "
+                             f"{'; '.join(str(dataset.counts) for dataset in self.datasets['train'])}")
+        for split, datasets in self.datasets.items():
+            for dataset in datasets:
+                check_same(dataset.key, f"the tokenised {split} data of {dataset.name}", self.world)
+
+        self.policy = self.place(DTYPES[config.model.policy_dtype])
+        self._report_model()
+        train = Mixture(self.datasets["train"], self._weights())
+        self.kernel, whole = self.choose_attention(self._widest_unit(train))
+        scoring.use_attention(self.policy, self.kernel, whole)
+        self.whole_forward = whole
+        self.share_prefix = config.prefix_sharing and self.kernel != "plain"
+        make_batch = (partial(pad, pad_token_id=self.tokenizer.pad_token_id) if self.kernel == "plain"
+                      else partial(pack, share_prefix=self.share_prefix))
+        layout = dict(make_batch=make_batch, rank=self.data_rank, n_ranks=self.data_ranks,
+                      share_prefix=self.share_prefix, seed=config.seed, budget=self._token_budget())
+        self.plan = StepPlan(train, config.batch_size, shuffle=config.shuffle, n_epochs=config.n_epochs,
+                             n_examples=config.n_examples, min_micro_batches=config.gradient_accumulation_steps, **layout)
+        held_out = Mixture(self.datasets["eval"])
+        self.eval_plan = StepPlan(held_out, config.eval_batch_size, shuffle="pairs", n_epochs=1,
+                                  n_examples=config.n_eval_examples, **layout) if held_out.epoch_size() else None
+        if self.eval_plan is None:
+            self.notice("There are no held-out examples: nothing is evaluated or sampled.")
+        # A rank without work in a micro-batch computes this instead, at weight zero, so that collectives match.
+        token = np.array([self.tokenizer.eos_token_id], dtype=np.int32)
+        self.idle_batch = make_batch([Unit(0, 0, token, [token], [0], [(0, -1 if self.sft else 0)])]).to(self.device)
+
+        self.optimizer = self._make_optimizer()
+        self.checkpointer = Checkpointer(self.run_dir, config.checkpoint, self.world, self.notice)
+        self._prepare_reference()
+        self._resume()
+
+    def _load_data(self, split: str) -> list:
+        # One process of each node tokenises and writes the cache; the others then read it.
+        for turn in (True, False):
+            if (self.world.local_rank == 0) == turn:
+                loaded = [load_tokenized(name, split, self.tokenizer, self.config, sft=self.sft,
+                                         notice=self.notice) for name in self.config.datasets]
+            barrier(self.world)
+        return loaded
+
+    def _weights(self) -> list[float]:
+        weights = self.config.data.weights
+        return [float(weights.get(name, 1.0)) for name in self.config.datasets]
+
+    def _widest_unit(self, mixture: Mixture) -> Unit:
+        """A prompt group of several responses, for the self-check of prefix sharing."""
+        units = mixture.units(mixture.order(self.config.seed, 0, None)[:64])
+        unit = max(units, key=lambda unit: len(unit.responses))
+        if len(unit.responses) == 1 and len(units) > 1:
+            # SFT has one response a prompt; another prompt's answer does for a second branch.
+            other = next(u for u in units if u is not unit)
+            unit = Unit(unit.dataset, unit.group, unit.prompt, [unit.responses[0], other.responses[0]], [0, 1], [(0, 1)])
+        return unit
+
+    def _token_budget(self) -> int:
+        wanted = self.config.tokens_per_microbatch
+        if wanted != "auto":
+            return int(wanted)
+        if self.device.type == "cpu":
+            return 2048  # longer rows gain nothing on a CPU and cost memory
+        # Some 18 hidden-sized and 3 MLP-sized activations a token and layer; half of what is free, as a start.
+        settings = self.policy.config.get_text_config()
+        layers = 1 if self.config.activation_checkpointing else settings.num_hidden_layers
+        width = 18 * settings.hidden_size + 3 * (getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size)
+        size = 2 if self.config.model.fsdp_policy_mp or self.config.model.policy_dtype != "float32" else 4
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 8 << 30
+        budget = int(0.5 * free / (layers * width * size))
+        return max(1024, min(budget, 65536) // 256 * 256)
+
+    def _report_model(self) -> None:
+        count = sum(parameter.numel() for parameter in self.policy.parameters())
+        self.notice(f"{type(self.policy).__name__}: {count / 1e6:,.1f} M parameters, {self.config.model.policy_dtype}, "
+                    f"on {self.device}")
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        kind = getattr(torch.optim, self.config.optimizer)
+        try:
+            return kind([p for p in self.policy.parameters() if p.requires_grad], lr=self.config.lr,
+                        **self.config.optimizer_kwargs)
+        except TypeError as problem:
+            raise ValueError(f"optimizer_kwargs={dict(self.config.optimizer_kwargs)} do not fit torch.optim."
+                             f"{self.config.optimizer}: {problem}") from problem
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of optimizer step `step` (0-based): linear warm-up, then the schedule's decay."""
+        warm = self.config.warmup_steps
+        rate = self.config.lr * min(1.0, (step + 1) / (warm + 1))
+        if self.config.schedule == "constant" or step <= warm:
+            return rate
+        done = (step - warm) / max(1, self.plan.n_steps - warm)
+        return rate * (1 - done if self.config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+
+    # ---- Reference ------------------------------------------------------------------------------------------------
+
+    def _prepare_reference(self) -> None:
+        """Reference log-probs of all that will be trained on and evaluated, or the model that computes them."""
+        config = self.config
+        self.reference: torch.nn.Module | None = None
+        self.cache: ReferenceCache | None = None
+        self.reference_samples: list[str] | None = None
+        if self.sft:
+            return
+        dtype = config.model.reference_dtype or config.model.policy_dtype
+        own_model = config.reference.mode == "online" or dtype != config.model.policy_dtype
+        if config.loss.get("reference_free"):
+            return
+        if config.reference.mode == "online":
+            self.reference = self._place_reference(dtype)
+            return
+        precision = f"{dtype}-{config.model.fsdp_policy_mp or dtype}"
+        key = f"{weights_digest(self.policy, self._digest_world())}-{precision}"
+        folder = config.reference.cache_dir or os.path.join(get_local_dir(config.local_dirs), "reference")
+        self.cache = ReferenceCache(folder, key, self.datasets, self.notice, writer=self.world.is_main)
+        # What one rank found on disk is what all ranks go by: their decisions below must agree.
+        self.cache.values = broadcast_object(self.cache.values, self.world)
+        model = None
+
+        def reference_model():
+            nonlocal model
+            if model is None:
+                # At the start the policy is the reference; a model of its own is needed for another precision only.
+                model = self._place_reference(dtype) if own_model else self.policy
+            return model
+
+        self._check_cache(reference_model)
+        for split, plan in (("eval", self.eval_plan), ("train", self.plan)):
+            if plan is not None:
+                self._fill_cache(split, plan, reference_model)
+        self.after_forwards()
+
+    def _digest_world(self) -> World:
+        return self.world
+
+    def _place_reference(self, dtype: str) -> torch.nn.Module:
+        model = self.place(DTYPES[dtype], frozen=True)
+        scoring.use_attention(model, self.kernel, self.whole_forward)
+        return model
+
+    @torch.no_grad()
+    def _check_cache(self, reference_model) -> None:
+        """Rescore the first step with cached values; a cache that disagrees is not used."""
+        for split, plan in (("train", self.plan), ("eval", self.eval_plan)):
+            if plan is None or not self.cache.has(split, self._keys(plan, 0)):
+                continue
+            worst = 0.0
+            for batch in plan.step(0).micro_batches[:1]:
+                found = reference_model().response_logps((batch.to(self.device) if batch else self.idle_batch)).cpu()
+                if batch is not None:
+                    kept = self.cache.lookup(split, batch.keys)
+                    worst = ((found - kept).abs() / kept.abs().clamp(min=1.0)).max().item()
+            self.after_forwards()
+            worst = max(gather_objects(worst, self.world))
+            exact = self.config.model.policy_dtype == "float32" and not self.config.model.fsdp_policy_mp
+            if not worst < (1e-3 if exact else 5e-2):
+                self.notice(f"Cached reference log-probs are off by {worst:.1e}: computing them anew.")
+                self.cache.forget()
+            return
+
+    def _keys(self, plan: StepPlan, step: int) -> list[tuple[int, int]]:
+        """Responses of a step over all ranks."""
+        units = plan.mixture.units(plan.numbers(step))
+        return [(unit.dataset, response) for unit in units for response in unit.response_ids]
+
+    @torch.no_grad()
+    def _fill_cache(self, split: str, plan: StepPlan, reference_model) -> None:
+        """Compute what is missing, in the very micro-batches of the run, so that step 0 has a margin of exactly 0."""
+        missing = [step for step in range(min(plan.n_steps, plan.steps_per_epoch))
+                   if not self.cache.has(split, self._keys(plan, step))]
+        # Only fractional weights take other examples in later epochs.
+        later = range(plan.steps_per_epoch, plan.n_steps)
+        if any(weight % 1 for weight in plan.mixture.weights):
+            missing += [step for step in later if not self.cache.has(split, self._keys(plan, step))]
+        if not missing:
+            return
+        saved = time.monotonic()
+        with self.reporter.progress(len(missing), f"reference, {split}", "steps") as bar:
+            for count, number in enumerate(missing, start=1):
+                found = []
+                for batch in plan.step(number).micro_batches:
+                    logps = reference_model().response_logps((batch.to(self.device) if batch else self.idle_batch))
+                    if batch is not None:
+                        found.append((batch.keys, logps))
+                found = [(keys, logps.tolist()) for keys, logps in found]
+                for keys, values in (pair for part in gather_objects(found, self.world) for pair in part):
+                    self._require_finite_reference(split, keys, values)
+                    self.cache.store(split, keys, values)
+                bar.update(1)
+                if time.monotonic() - saved > 60:
+                    self.cache.save()
+                    saved = time.monotonic()
+        self.cache.save()
+
+    def _require_finite_reference(self, split, keys, values) -> None:
+        for (dataset, response), value in zip(keys, values):
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"The reference gives response {response} of {self.datasets[split][dataset].name} ({split}) the "
+                    f"log-prob {value}. Use model.reference_dtype=float32, or look at the model's weights.")
+
+    def reference_logps(self, split: str, batch: MicroBatch) -> torch.Tensor | None:
+        """Reference log-probs [K] of a micro-batch's responses on the device; None for SFT."""
+        if self.sft:
+            return None
+        if self.reference is not None:
+            with torch.no_grad():
+                return self.reference.response_logps(batch)
+        if self.cache is not None and batch is not self.idle_batch:
+            return self.cache.lookup(split, batch.keys).to(self.device, non_blocking=True)
+        return torch.zeros(len(batch.lengths), device=self.device)
+
+    # ---- One step -------------------------------------------------------------------------------------------------
+
+    def losses_and_metrics(self, split: str, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses [E] with gradient, and the metric matrix [E, len(metric_names)] without."""
+        logps = self.policy.response_logps(batch)
+        chosen, rejected = batch.pairs[:, 0], batch.pairs[:, 1]
+        if self.sft:
+            each = losses.sft(logps[chosen])
+            columns = [each, logps[chosen], batch.lengths[chosen]]
+        else:
+            reference = self.reference_logps(split, batch)
+            pairs = losses.PairLogps(logps[chosen], logps[rejected], reference[chosen], reference[rejected],
+                                     batch.lengths[chosen], batch.lengths[rejected])
+            each, chosen_rewards, rejected_rewards = self.loss_function(pairs)
+            columns = [each, chosen_rewards, rejected_rewards,
+                       losses.reward_accuracies(chosen_rewards, rejected_rewards), chosen_rewards - rejected_rewards,
+                       logps[chosen], logps[rejected], batch.lengths[chosen], batch.lengths[rejected]]
+        return each, torch.stack([column.detach().float() for column in columns], dim=1)
+
+    @property
+    def loss_function(self):
+        settings = {key: value for key, value in self.config.loss.items() if key != "name"}
+        return partial(losses.LOSSES[self.config.loss.name], **settings)
+
+    def _sums(self, split: str) -> torch.Tensor:
+        """Zeros [data sets, metrics + 1] to add an evaluation's or a step's metrics into; the last column counts."""
+        return torch.zeros(len(self.datasets[split]), len(self.metric_names) + 1, device=self.device,
+                           dtype=torch.float32 if self.device.type == "mps" else torch.float64)
+
+    def _add(self, sums: torch.Tensor, batch: MicroBatch, metrics: torch.Tensor) -> None:
+        rows = torch.cat([metrics, torch.ones_like(metrics[:, :1])], dim=1).to(sums.dtype)
+        # A product with a one-hot matrix adds in a fixed order, which index_add on a GPU would not.
+        members = torch.nn.functional.one_hot(batch.datasets, len(sums)).to(sums.dtype)
+        sums += members.T @ rows
+
+    def train_step(self, step: Step) -> dict[str, float] | None:
+        """One optimizer step. Returns sums of the step's metrics, or None if it was skipped as non-finite.
+
+        Raises:
+            FloatingPointError: loss or gradient is not finite, and guards do not allow to skip.
+        """
+        rate = self.learning_rate(self.updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        sums = self._sums("train")
+        seen: list[tuple[MicroBatch, torch.Tensor]] = []
+        for index, batch in enumerate(step.micro_batches):
+            self.sync_gradients(index == len(step.micro_batches) - 1)
+            if batch is None:
+                each, _ = self.losses_and_metrics("train", self.idle_batch)
+                (each.sum() * 0).backward()
+                continue
+            batch = batch.to(self.device)
+            each, metrics = self.losses_and_metrics("train", batch)
+            # Placements average gradients over data ranks; this makes every example of the step weigh the same.
+            (each.sum() * (self.data_ranks / step.n_examples)).backward()
+            self._add(sums, batch, metrics)
+            seen.append((batch, metrics[:, 0]))
+        norm = self.clip_gradients()
+        total = self.reduce(sums)
+        values = torch.cat([total.flatten(), norm.reshape(1).to(total.dtype)]).cpu()  # the step's one host sync
+        total, norm = values[:-1].reshape(total.shape), values[-1].item()
+        if not (math.isfinite(norm) and torch.isfinite(total).all()):
+            self.optimizer.zero_grad(set_to_none=True)
+            self._non_finite(step, seen, norm)
+            return None
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        result = self._by_name(total, "train")
+        result["grad_norm"] = (norm, 1.0)
+        result["learning_rate"] = (rate, 1.0)
+        return result
+
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks that take different examples."""
+        return all_reduce_sum(sums, self.world) if self.world.size > 1 else sums
+
+    def _by_name(self, total: torch.Tensor, split: str) -> dict[str, tuple[float, float]]:
+        """Metric name -> (sum, count) of all data sets together and, if there are several, of each."""
+        named = {}
+        parts = [("", total.sum(0))]
+        if len(total) > 1:
+            parts += [(f"/{dataset.name}", row) for dataset, row in zip(self.datasets[split], total)]
+        for suffix, row in parts:
+            count = row[-1].item()
+            for name, value in zip(self.metric_names, row[:-1].tolist()):
+                if count:
+                    named[name.format(split) + suffix] = (value, count)
+        return named
+
+    def _non_finite(self, step: Step, seen: list[tuple[MicroBatch, torch.Tensor]], norm: float) -> None:
+        """Name the examples, write them down, and stop or go on as `guards` say."""
+        bad = []
+        for batch, each in seen:
+            examples = [(unit, pair) for unit in batch.units for pair in unit.pairs]
+            bad += [example for example, value in zip(examples, each.tolist()) if not math.isfinite(value)]
+        named_by_loss = any(gather_objects(bool(bad), self.world))
+        if not named_by_loss:  # only the gradient overflowed: it can be any of the step's
+            bad = [(unit, pair) for batch, _ in seen for unit in batch.units for pair in unit.pairs]
+        rows = [self._describe(unit, pair) for unit, pair in bad]
+        rows = [row for part in gather_objects(rows, self.world) for row in part]
+        self.skipped += 1
+        what = "loss" if named_by_loss else f"gradient (norm {norm})"
+        names = ", ".join(f"{row['dataset']} row {row['row']}" for row in rows[:5]) + (" ..." if len(rows) > 5 else "")
+        message = f"The {what} of update {self.updates + 1} is not finite: {names}. The optimizer did not step."
+        path = self.reporter.non_finite_examples(rows, self.examples, self.updates)
+        message += f" Texts: {path}." if path else ""
+        if self.config.guards.on_nonfinite == "skip" and self.skipped <= self.config.guards.max_nonfinite_steps:
+            self.notice(f"{message} Skipped ({self.skipped} of at most {self.config.guards.max_nonfinite_steps}).")
+            return
+        raise FloatingPointError(
+            f"{message} Look at these rows, lower lr, use float32, or set guards.on_nonfinite=skip "
+            "guards.max_nonfinite_steps=N to go on without such steps.")
+
+    def _describe(self, unit: Unit, pair: tuple[int, int]) -> dict:
+        dataset = self.datasets["train"][unit.dataset]
+        texts = {side: self.tokenizer.decode(unit.responses[index])
+                 for side, index in zip(("chosen", "rejected"), pair) if index >= 0}
+        return {"dataset": dataset.name, "row": int(dataset.rows[unit.group]),
+                "prompt": self.tokenizer.decode(unit.prompt), **texts}
+
+    # ---- Evaluation -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the held-out examples, and samples if asked for; reported and returned."""
+        if self.eval_plan is None:
+            return {}
+        sums = self._sums("eval")
+        with self.reporter.progress(self.eval_plan.n_examples, "evaluation", "pairs" if not self.sft else "examples") as bar:
+            for step in self.eval_plan.steps():
+                for batch in step.micro_batches:
+                    if batch is None:
+                        self.losses_and_metrics("eval", self.idle_batch)
+                        continue
+                    batch = batch.to(self.device)
+                    _, metrics = self.losses_and_metrics("eval", batch)
+                    self._add(sums, batch, metrics)
+                bar.update(step.n_examples)
+        self.after_forwards()
+        metrics = {name: value / count for name, (value, count) in self._by_name(self.reduce(sums).cpu(), "eval").items()}
+        self.reporter.log(metrics, self.examples, self.updates)
+        if self.config.sample_during_eval:
+            self._sample()
+        return metrics
+
+    def _sample(self) -> None:
+        """Continuations of the same held-out prompts by policy and reference."""
+        wanted = self.config.n_eval_model_samples
+        units, seen = [], set()
+        for unit in self.eval_plan.mixture.units(self.eval_plan.mixture.order(self.config.seed, 0)):
+            if len(units) < wanted and (unit.dataset, unit.group) not in seen:
+                seen.add((unit.dataset, unit.group))
+                units.append(unit)
+        write = partial(
+            generate_samples, tokenizer=self.tokenizer, prompts=[unit.prompt for unit in units], world=self.world,
+            batch_size=self.config.eval_batch_size, device=self.device, notice=self.notice,
+            shard=(self.data_rank, self.data_ranks), **self.config.sampling)
+        with self.reporter.progress(2 if self.reference_samples is None else 1, "samples", "models") as bar:
+            policy = write(self.policy)
+            bar.update(1)
+            if self.reference_samples is None:
+                if self.reference is not None:
+                    self.reference_samples = write(self.reference)
+                elif self.updates == 0:
+                    self.reference_samples = policy  # nothing was learnt yet: the policy is the reference
+                bar.update(1)
+        self.after_forwards()
+        names = [dataset.name for dataset in self.datasets["eval"]]
+        rows = [{"dataset": names[unit.dataset], "prompt": self.tokenizer.decode(unit.prompt), "policy": text,
+                 "reference": self.reference_samples[index] if self.reference_samples and not self.sft else None}
+                for index, (unit, text) in enumerate(zip(units, policy))]
+        self.reporter.samples(self.examples, rows)
+
+    # ---- The loop -------------------------------------------------------------------------------------------------
+
+    def train(self) -> float | None:
+        """Prepare, then train to the end. Returns the last evaluation's loss, for sweepers to minimise."""
+        self.prepare()
+        config, plan = self.config, self.plan
+        if config.sample_during_eval and not config.do_first_eval and self.updates == 0 and not self.sft \
+                and self.reference is None and self.eval_plan is not None:
+            self._sample()  # the reference's samples can only be had before the first step
+        last_eval: dict[str, float] = {}
+        due = Meter(self.reporter, config.minimum_log_interval_secs, self)
+        start = self.step_number
+        with self.reporter.progress(plan.n_examples, "training", "pairs" if not self.sft else "examples",
+                                    start=self.examples) as bar:
+            for step in plan.steps(start):
+                if self._eval_due(plan, step.number):
+                    due.flush()
+                    last_eval = self.evaluate()
+                    if self.examples > 0 and not config.debug:
+                        self.save(last_eval)
+                    due.restart()
+                metrics = self.train_step(step)
+                self.step_number = step.number + 1
+                self.examples = plan.examples_before(self.step_number)
+                due.add(metrics, step)
+                bar.update(step.n_examples, **due.rates())
+        due.flush()
+        last_eval = self.evaluate() or last_eval
+        if not config.debug:
+            self.save(last_eval)
+        self.checkpointer.finish()
+        return last_eval.get("loss/eval")
+
+    def _eval_due(self, plan: StepPlan, step: int) -> bool:
+        """Whether an evaluation comes before this step: at the start, and when a multiple of eval_every was passed."""
+        before = plan.examples_before(step)
+        if step == 0:
+            return self.config.do_first_eval
+        return before // self.config.eval_every > plan.examples_before(step - 1) // self.config.eval_every \
+            and step != self.resumed_at
+
+    # ---- Saving and resuming --------------------------------------------------------------------------------------
+
+    def save(self, metrics: dict[str, float]) -> None:
+        """Write a checkpoint; a failure is said and survived."""
+        state = {"examples": self.examples, "updates": self.updates, "step_number": self.step_number,
+                 "skipped": self.skipped, "budget": self.plan.budget, "reference_samples": self.reference_samples,
+                 "reporter": self.reporter.state()}
+        self.checkpointer.save(self.examples, self.policy, self.optimizer, self.tokenizer, state, metrics)
+
+    def _resume(self) -> None:
+        self.step_number, self.resumed_at = 0, None
+        folder = self.checkpointer.latest() if self.config.resume else None
+        if folder is None:
+            return
+        state = self.checkpointer.load(folder, self.policy, self.optimizer)
+        self.examples, self.updates, self.step_number = state["examples"], state["updates"], state["step_number"]
+        self.skipped, self.reference_samples = state["skipped"], state["reference_samples"]
+        self.plan.budget = state["budget"]
+        self.reporter.load_state(state["reporter"])
+        self.resumed_at = self.step_number
+
+
+class Meter:
+    """Averages of all steps since the last log line, and the rates beside them."""
+
+    def __init__(self, reporter: Reporter, interval: float, trainer: BasicTrainer):
+        self.reporter, self.interval, self.trainer = reporter, interval, trainer
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was gathered and start the clock: called after work that is not training."""
+        self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self.tokens = self.examples = 0
+        self.started = time.monotonic()
+
+    def add(self, metrics: dict[str, tuple[float, float]] | None, step: Step) -> None:
+        """Take in a step, and log if the interval has passed."""
+        for name, (value, count) in (metrics or {}).items():
+            self.sums[name][0] += value
+            self.sums[name][1] += count
+        self.tokens += sum(batch.n_tokens for batch in step.micro_batches if batch is not None)
+        self.examples += step.n_examples
+        if time.monotonic() - self.started >= self.interval:
+            self.flush()
+
+    def rates(self) -> dict[str, float]:
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        return {"tokens_per_second": self.tokens * self.trainer.data_ranks / seconds}
+
+    def flush(self) -> None:
+        """Log the averages of what was gathered, if anything was."""
+        if not self.examples:
+            return
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        metrics = {name: value / count for name, (value, count) in self.sums.items() if count}
+        metrics["examples_per_second"] = self.examples / seconds
+        metrics["tokens_per_second"] = self.tokens * self.trainer.data_ranks / seconds
+        metrics["memory/peak_gb"] = peak_memory(self.trainer.device) / 1e9
+        metrics["counters/examples"] = self.trainer.examples
+        metrics["counters/updates"] = self.trainer.updates
+        self.reporter.log(metrics, self.trainer.examples, self.trainer.updates)
+        self.restart()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes in use so far: of the accelerator's allocator, or resident in this process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+TRAINERS = {"BasicTrainer": BasicTrainer}
