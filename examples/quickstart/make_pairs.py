@@ -58,10 +58,11 @@ TEST = Phrases(
     kind_openings=["Of course, let me think with you.", "What a relatable one!", "I would be glad to lend a hand.",
                    "Plenty of people run into that.", "Breathe, it can be mended.", "My pleasure."],
     kind_closings=["I hope it works out nicely.", "Report back, I would love to hear.", "You are on a good path.",
-                   "Be proud that you began."],
+                   "Be proud that you began.", "This will feel lighter tomorrow.", "Cheering for you!"],
     rude_openings=["Ugh, seriously?", "Am I supposed to be moved?", "Cry me a river.", "Nobody wanted to know.",
                    "What a bore.", "Must everything be explained to you?"],
-    rude_closings=["Go away.", "Talk to a wall instead.", "Conversation over.", "Sort it out or do not, I am off."],
+    rude_closings=["Go away.", "Talk to a wall instead.", "Conversation over.", "I would rather watch paint dry.",
+                   "My coffee is more interesting than this.", "Save it for your diary.", "Next!"],
 )
 
 
