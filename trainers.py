@@ -618,4 +618,71 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-TRAINERS = {"BasicTrainer": BasicTrainer}
+class FSDPTrainer(BasicTrainer):
+    """Shards policy and reference over all devices with FSDP2 (`fsdp` in the config says how), one process a device.
+
+    Every rank takes its share of each step's examples; the update is the one that BasicTrainer would make.
+    """
+
+    def __init__(self, config, run_dir: str, world: World):
+        super().__init__(config, run_dir, world)
+        import sharding
+
+        self.sharding = sharding
+        self.mesh = sharding.build_mesh(config, world)
+        self.data_rank, self.data_ranks = world.rank, world.size
+
+    def place(self, dtype: torch.dtype, frozen: bool = False) -> torch.nn.Module:
+        return self.sharding.place(self.config, self.tokenizer, dtype, self.world, self.mesh, self.block_name, frozen)
+
+    def choose_attention(self, unit: Unit) -> tuple[str, bool]:
+        """As BasicTrainer, on a copy of one or two layers with random weights, which no sharding complicates."""
+        kernel = whole = notice = problem = None
+        if self.world.is_main:
+            try:
+                sample = models.sample_of(self.config, self.tokenizer, self.device)
+                kernel, whole, notice = scoring.choose_attention(
+                    sample, unit, self.config.model.attention, self.tokenizer.pad_token_id, self.device)
+            except ValueError as error:
+                problem = str(error)
+        kernel, whole, notice, problem = broadcast_object((kernel, whole, notice, problem), self.world)
+        if problem:
+            raise ValueError(problem)
+        if notice:
+            self.notice(notice)
+        return kernel, whole
+
+    def clip_gradients(self) -> torch.Tensor:
+        return self.sharding.clip_gradients(self.policy, self.config.max_grad_norm)
+
+    def sync_gradients(self, last: bool) -> None:
+        # Gradients of a step's micro-batches are summed on each rank and reduced over ranks once.
+        self.policy.set_requires_gradient_sync(last)
+
+    def after_forwards(self) -> None:
+        # The root keeps its parameters whole after a forward pass, expecting a backward pass that does not come.
+        for model in (self.policy, self.reference):
+            if model is not None:
+                model.reshard()
+
+    def _report_model(self) -> None:
+        super()._report_model()
+        here, whole = self.sharding.held_here(self.policy)
+        parts = gather_objects(here, self.world)
+        self.notice(f"{self.mesh}: " + ", ".join(f"rank {rank} holds {part / 1e6:,.1f} M" for rank, part in enumerate(parts))
+                    + f" of {whole / 1e6:,.1f} M parameters; {self.policy.loaded_from}.")
+
+
+class TensorParallelTrainer(FSDPTrainer):
+    """Splits each matrix over `tp_size` devices, and shards over the groups of such devices if there are several."""
+
+    def __init__(self, config, run_dir: str, world: World):
+        super().__init__(config, run_dir, world)
+        self.data_rank, self.data_ranks = world.rank // config.tp_size, world.size // config.tp_size
+
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        # Ranks of one tensor-parallel group have seen the same examples.
+        return all_reduce_sum(sums, self.world) / self.config.tp_size
+
+
+TRAINERS = {"BasicTrainer": BasicTrainer, "FSDPTrainer": FSDPTrainer, "TensorParallelTrainer": TensorParallelTrainer}
