@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+import preference_datasets
 import utils
 
 CONFIG_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config")
@@ -94,8 +95,9 @@ SCHEMA = {
     "fsdp_port": integer("TCP port where a node's processes meet; null: a private file", 1, high=65535, null=True),
     "datasets": Key("names, Hub names or paths", "names"),
     "data.paths": mapping("local copies: name: path"),
-    "data.columns": mapping("your column names: usual name: yours"),
+    "data.columns": mapping("your column names: usual name: yours, for all or under a data set's name"),
     "data.weights": mapping("mixing: name: relative weight"),
+    "data.plugins": Key("modules or .py files that register data sets of your own", "names"),
     "data.test_fraction": number("rows held out where a source has no test split", high=1, open=True),
     "data.truncation": choice("which end of a long prompt survives; null: by source", "keep_end", "keep_start", null=True),
     "data.on_overlong": choice("an example too long after its prompt was cut", "truncate", "drop", "error"),
@@ -238,6 +240,7 @@ def validate(config: DictConfig, device_count: int | None = None) -> None:
     _check_keys(settings)
     flat = flatten(settings)
     _check_data(flat)
+    preference_datasets.check_dataset_names(flat["datasets"], OmegaConf.create(settings))
     _check_model(flat)
     _check_optimizer(flat)
     _check_loss_and_evaluation(flat)
@@ -281,13 +284,13 @@ def _check_keys(settings: dict) -> None:
     flat = flatten(settings)
     schema = keys_of(flat)
     for key in flat:
+        inside = [name for name in schema if name.startswith(key + ".")]
+        if inside:
+            raise ValueError(f"{key}={_show(flat[key])}: {key} holds keys of its own; set one of {', '.join(inside)}")
         if key not in schema:
             raise ValueError(unknown_key(key, flat))
     for key in schema:
         if key not in flat:
-            group = key.split(".")[0]
-            if group in flat:
-                raise ValueError(f"{group}={_show(flat[group])}: it has keys of its own, such as {key}=...")
             raise ValueError(f"{key} is missing: {schema[key].meaning}; allowed: {schema[key].describe()}")
     for key, value in flat.items():
         if not schema[key].admits(value):
@@ -344,19 +347,14 @@ def _check_data(flat: dict) -> None:
             elif not number("", open=True).admits(value):
                 raise ValueError(f"data.weights.{name}={_show(value)} is not allowed; allowed: a number above 0")
     for name, value in flat["data.columns"].items():
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"data.columns.{name}={_show(value)} is not allowed; allowed: the name of a column")
+        if isinstance(value, dict) and name not in flat["datasets"]:
+            raise ValueError(f"data.columns.{name}: {name} is not among datasets={_show(flat['datasets'])}"
+                             + near_miss(name, flat["datasets"]))
     if flat["max_prompt_length"] >= flat["max_length"]:
         raise ValueError(f"max_prompt_length={flat['max_prompt_length']} leaves no room for a response within "
                          f"max_length={flat['max_length']}; set max_prompt_length below max_length")
     if flat["n_epochs"] is None and flat["n_examples"] is None:
         raise ValueError("n_epochs and n_examples are both null, so the run would never end; set one of them")
-
-
-def _check_data_names(config: DictConfig) -> None:
-    import preference_datasets
-
-    preference_datasets.check_dataset_names(list(config.datasets), config)
 
 
 def _check_model(flat: dict) -> None:
@@ -425,9 +423,6 @@ def _check_loss_and_evaluation(flat: dict) -> None:
         why = "loss=sft" if flat["loss.name"] == "sft" else "loss.reference_free=true"
         for key in ("reference.mode", "reference.cache_dir", "model.reference_dtype", "fsdp.reference_cpu_offload"):
             _refuse_change(flat, key, f"{why} uses no reference model")
-    elif flat["fsdp.reference_cpu_offload"] and flat["reference.mode"] == "cached":
-        raise ValueError("fsdp.reference_cpu_offload=true needs reference.mode=online: with reference.mode=cached the "
-                         "reference is freed before training")
     elif flat["reference.mode"] == "online" and flat["reference.cache_dir"]:
         raise ValueError("reference.cache_dir is for reference.mode=cached; with online nothing is kept on disk")
     for key in ("early_stopping.metric", "checkpoint.best_metric"):
@@ -511,7 +506,7 @@ def _check_sharding(flat: dict, world: int | None) -> None:
         raise ValueError(f"tp_size={tp} needs trainer=TensorParallelTrainer, which also shards over the devices that "
                          "tp_size leaves (world_size / tp_size)")
     if trainer == "TensorParallelTrainer":
-        if tp == 1 and (world is None or world > 1):
+        if tp == 1 and world is not None and world > 1:
             raise ValueError("trainer=TensorParallelTrainer needs tp_size of 2 or more; to shard without splitting "
                              "matrices choose trainer=FSDPTrainer")
         if world is not None and world % tp:
@@ -534,8 +529,6 @@ def _check_sharding(flat: dict, world: int | None) -> None:
         if replicas is not None and world % replicas:
             raise ValueError(f"fsdp.replicas={replicas} does not divide the world of {world} processes: HYBRID_SHARD "
                              "shards each copy over world_size / replicas of them")
-    if flat["fsdp.cpu_offload"] and strategy == "NO_SHARD" and (flat["device"] or "").startswith("cpu"):
-        pass  # allowed: on a CPU it moves nothing, and tests run it so
 
 
 def _check_run(flat: dict) -> None:

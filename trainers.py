@@ -84,9 +84,8 @@ class BasicTrainer:
 
     def choose_attention(self, unit: Unit) -> tuple[str, bool]:
         """The fastest way of scoring that is right for this model: (kernel, whole_forward)."""
-        wanted = self.config.model.attention if self.config.prefix_sharing else self.config.model.attention
         kernel, whole, notice = scoring.choose_attention(
-            self.policy, unit, wanted, self.tokenizer.pad_token_id, self.device)
+            self.policy, unit, self.config.model.attention, self.tokenizer.pad_token_id, self.device)
         if notice:
             self.notice(notice)
         return kernel, whole
@@ -118,6 +117,7 @@ class BasicTrainer:
         for split, datasets in self.datasets.items():
             for dataset in datasets:
                 check_same(dataset.key, f"the tokenised {split} data of {dataset.name}", self.world)
+                self.reporter.counts(dataset.name, split, dataset.counts)
 
         self.policy = self.place(DTYPES[config.model.policy_dtype])
         self._report_model()
@@ -141,6 +141,7 @@ class BasicTrainer:
         token = np.array([self.tokenizer.eos_token_id], dtype=np.int32)
         self.idle_batch = make_batch([Unit(0, 0, token, [token], [0], [(0, -1 if self.sft else 0)])]).to(self.device)
 
+        self.reporter.total_examples = self.plan.n_examples
         self.optimizer = self._make_optimizer()
         self.checkpointer = Checkpointer(self.run_dir, config.checkpoint, self.world, self.notice)
         self._prepare_reference()
@@ -513,7 +514,7 @@ class BasicTrainer:
         due = Meter(self.reporter, config.minimum_log_interval_secs, self)
         start = self.step_number
         with self.reporter.progress(plan.n_examples, "training", "pairs" if not self.sft else "examples",
-                                    start=self.examples) as bar:
+                                    initial=self.examples) as bar:
             for step in plan.steps(start):
                 if self._eval_due(plan, step.number):
                     due.flush()
@@ -530,7 +531,7 @@ class BasicTrainer:
         last_eval = self.evaluate() or last_eval
         if not config.debug:
             self.save(last_eval)
-        self.checkpointer.finish()
+        self.checkpointer.close()
         return last_eval.get("loss/eval")
 
     def _eval_due(self, plan: StepPlan, step: int) -> bool:
@@ -552,7 +553,7 @@ class BasicTrainer:
 
     def _resume(self) -> None:
         self.step_number, self.resumed_at = 0, None
-        folder = self.checkpointer.latest() if self.config.resume else None
+        folder = self.checkpointer.resumable() if self.config.resume else None
         if folder is None:
             return
         state = self.checkpointer.load(folder, self.policy, self.optimizer)
