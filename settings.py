@@ -34,14 +34,14 @@ class Key:
     free: bool = False  # kind "mapping": any keys
 
     def describe(self) -> str:
-        allowed = [_show(choice) for choice in self.choices]
+        allowed = [show(choice) for choice in self.choices]
         if self.kind:
             text = {"integer": "a whole number", "number": "a number", "text": "text", "names": "a list of names",
                     "mapping": "a mapping KEY: VALUE", "flag": "true or false"}[self.kind]
             if self.low is not None:
-                text += f" {'above' if self.open else 'from'} {_show(self.low)}"
+                text += f" {'above' if self.open else 'from'} {show(self.low)}"
             if self.high is not None:
-                text += f" {'and below' if self.open else 'to'} {_show(self.high)}"
+                text += f" {'and below' if self.open else 'to'} {show(self.high)}"
             elif self.low is not None and not self.open:
                 text += " up"
             allowed.append(text)
@@ -261,11 +261,11 @@ def _plain(config: DictConfig) -> dict:
     missing = sorted(OmegaConf.missing_keys(config))
     if "model.name_or_path" in missing:
         raise ValueError("model.name_or_path is missing: give a Hub name or a local folder, as in model=blank_model "
-                         f"model.name_or_path=gpt2, or choose one of model={'|'.join(_options('model'))}")
+                         f"model.name_or_path=gpt2, or choose one of model={'|'.join(options('model'))}")
     if missing:
         raise ValueError(f"{missing[0]} is missing: this run needs a value for it ({missing[0]}=...)")
     try:
-        return OmegaConf.to_container(config, resolve=True)
+        return as_dict(config)
     except Exception as error:  # omegaconf has a dozen classes for a bad ${...}; each message names the key
         raise ValueError(f"a setting cannot be worked out: {' '.join(str(error).split())}") from error
 
@@ -286,7 +286,7 @@ def _check_keys(settings: dict) -> None:
     for key in flat:
         inside = [name for name in schema if name.startswith(key + ".")]
         if inside:
-            raise ValueError(f"{key}={_show(flat[key])}: {key} holds keys of its own; set one of {', '.join(inside)}")
+            raise ValueError(f"{key}={show(flat[key])}: {key} holds keys of its own; set one of {', '.join(inside)}")
         if key not in schema:
             raise ValueError(unknown_key(key, flat))
     for key in schema:
@@ -295,7 +295,7 @@ def _check_keys(settings: dict) -> None:
     for key, value in flat.items():
         if not schema[key].admits(value):
             near = near_miss(str(value), [str(c) for c in schema[key].choices])
-            raise ValueError(f"{key}={_show(value)} is not allowed ({schema[key].meaning}); "
+            raise ValueError(f"{key}={show(value)} is not allowed ({schema[key].meaning}); "
                              f"allowed: {schema[key].describe()}{near}")
 
 
@@ -338,17 +338,17 @@ def _check_data(flat: dict) -> None:
     for key in ("data.paths", "data.weights"):
         for name, value in flat[key].items():
             if name not in flat["datasets"]:
-                raise ValueError(f"{key}.{name}: {name} is not among datasets={_show(flat['datasets'])}"
+                raise ValueError(f"{key}.{name}: {name} is not among datasets={show(flat['datasets'])}"
                                  + near_miss(name, flat["datasets"]))
             if key == "data.paths":
                 if not isinstance(value, str) or not value:
-                    raise ValueError(f"data.paths.{name}={_show(value)} is not allowed; allowed: a path")
+                    raise ValueError(f"data.paths.{name}={show(value)} is not allowed; allowed: a path")
                 _must_exist(f"data.paths.{name}", value)
             elif not number("", open=True).admits(value):
-                raise ValueError(f"data.weights.{name}={_show(value)} is not allowed; allowed: a number above 0")
+                raise ValueError(f"data.weights.{name}={show(value)} is not allowed; allowed: a number above 0")
     for name, value in flat["data.columns"].items():
         if isinstance(value, dict) and name not in flat["datasets"]:
-            raise ValueError(f"data.columns.{name}: {name} is not among datasets={_show(flat['datasets'])}"
+            raise ValueError(f"data.columns.{name}: {name} is not among datasets={show(flat['datasets'])}"
                              + near_miss(name, flat["datasets"]))
     if flat["max_prompt_length"] >= flat["max_length"]:
         raise ValueError(f"max_prompt_length={flat['max_prompt_length']} leaves no room for a response within "
@@ -404,7 +404,7 @@ def _check_optimizer(flat: dict) -> None:
         if key == "betas" and good:
             good, allowed = all(0 <= beta < 1 for beta in value), "a list of two numbers from 0 and below 1"
         if not good:
-            raise ValueError(f"{full}={_show(value)} is not allowed; allowed: {allowed}")
+            raise ValueError(f"{full}={show(value)} is not allowed; allowed: {allowed}")
     arguments = flat["optimizer_kwargs"]
     if arguments.get("fused") and arguments.get("foreach"):
         raise ValueError("optimizer_kwargs.fused and optimizer_kwargs.foreach exclude each other; set one of them")
@@ -540,7 +540,7 @@ def _check_run(flat: dict) -> None:
     formats, known = flat["checkpoint.formats"], ["state", "policy", "hf"]
     for name in formats:
         if name not in known:
-            raise ValueError(f"checkpoint.formats={_show(formats)}: {name} is not allowed; allowed: state, policy, hf"
+            raise ValueError(f"checkpoint.formats={show(formats)}: {name} is not allowed; allowed: state, policy, hf"
                              + near_miss(name, known))
     if not formats:
         raise ValueError("checkpoint.formats=[] would save nothing; name state, policy or hf, or use debug=true")
@@ -595,13 +595,13 @@ def _refuse_change(flat: dict, key: str, why: str) -> None:
     """Raise ValueError if `key` no longer has its default although `why`."""
     default = _defaults()[key]
     if flat[key] != default:
-        raise ValueError(f"{key}={_show(flat[key])} cannot be honoured: {why}. Leave {key}={_show(default)}.")
+        raise ValueError(f"{key}={show(flat[key])} cannot be honoured: {why}. Leave {key}={show(default)}.")
 
 
 def _must_exist(key: str, path: str) -> None:
     if not os.path.exists(os.path.expanduser(path)):
         folder = os.path.dirname(os.path.abspath(path))
-        near = near_miss(os.path.basename(path), os.listdir(folder)) if os.path.isdir(folder) else ""
+        near = near_miss(os.path.basename(path), os.listdir(folder), cut=0.8) if os.path.isdir(folder) else ""
         raise ValueError(f"{key}={path}: there is no such file or folder{near}")
 
 
@@ -614,24 +614,29 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _options(group: str) -> list:
+def options(group: str) -> list:
     return sorted(name[:-5] for name in os.listdir(os.path.join(CONFIG_DIR, group)) if name.endswith(".yaml"))
 
 
-def _show(value) -> str:
+def show(value) -> str:
     """A value as it is written on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return "[" + ",".join(map(_show, value)) + "]"
+        return "[" + ",".join(map(show, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{_show(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{k}:{show(v)}" for k, v in value.items()) + "}"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def as_dict(config: DictConfig) -> dict:
+    """The settings as plain nested containers, interpolations worked out."""
+    return OmegaConf.to_container(config, resolve=True)
 
 
 def finalize(config: DictConfig) -> DictConfig:
     """The settings as the run sees and records them: interpolations worked out, the run named, one block name."""
-    settings = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+    settings = OmegaConf.create(as_dict(config))
     settings.model.block_name = settings.model.block_name or settings.model.block
     settings.model.block = None
     if settings.exp_name is None:
