@@ -7,8 +7,10 @@ the same, and tests hold them to it.
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import signal
 import time
 from collections import defaultdict
 from functools import partial
@@ -21,6 +23,7 @@ import models
 import scoring
 from batching import MicroBatch, Mixture, Step, StepPlan, Unit, pack, pad
 from checkpoints import Checkpointer
+from guards import PREEMPTED, EarlyStop, Heartbeat, MovementWatch, SignalWatch
 from losses import preference_loss  # noqa: F401  (part of this module's public face)
 from reference import ReferenceCache, weights_digest
 from reporting import Reporter
@@ -64,8 +67,19 @@ class BasicTrainer:
         seed_everything(config.seed)
         self.reporter = Reporter(config, run_dir, world)
         self.notice = self.reporter.notice
-        self.examples = self.updates = self.epoch_step = 0
-        self.skipped = 0
+        self.examples = self.updates = self.step_number = self.skipped = 0
+        self.evaluated_at: int | None = None  # the step before which the last evaluation, and the last save, were made
+        self.saved_at: int | None = None
+        self.last_eval: dict[str, float] = {}
+        self.last_save, self.seconds_since_save = time.monotonic(), 0.0
+        self.stop_wanted = False  # a signal came, on any rank
+        self.signals: SignalWatch | None = None
+        stop = config.early_stopping
+        self.early_stop = EarlyStop(stop.metric, stop.patience, stop.min_delta, stop.mode)
+        self.heartbeat = Heartbeat(os.path.join(run_dir, ".heartbeat"), world.rank, world.size)
+        # float16 gradients underflow without a factor on the loss; it adapts in `train_step`.
+        self.loss_scale = 2.0 ** 16 if config.model.fsdp_policy_mp == "float16" else 1.0
+        self.good_steps = 0
 
     # ---- What the placements change ------------------------------------------------------------------------------
 
@@ -118,6 +132,8 @@ class BasicTrainer:
             for dataset in datasets:
                 check_same(dataset.key, f"the tokenised {split} data of {dataset.name}", self.world)
                 self.reporter.counts(dataset.name, split, dataset.counts)
+                for text in dataset.notices:
+                    self.notice(text)
 
         self.policy = self.place(DTYPES[config.model.policy_dtype])
         self._report_model()
@@ -144,6 +160,7 @@ class BasicTrainer:
         self.reporter.total_examples = self.plan.n_examples
         self.optimizer = self._make_optimizer()
         self.checkpointer = Checkpointer(self.run_dir, config.checkpoint, self.world, self.notice)
+        self.movement = MovementWatch(self.policy)
         self._prepare_reference()
         self._resume()
 
@@ -151,8 +168,8 @@ class BasicTrainer:
         # One process of each node tokenises and writes the cache; the others then read it.
         for turn in (True, False):
             if (self.world.local_rank == 0) == turn:
-                loaded = [load_tokenized(name, split, self.tokenizer, self.config, sft=self.sft,
-                                         notice=self.notice) for name in self.config.datasets]
+                loaded = [load_tokenized(name, split, self.tokenizer, self.config, sft=self.sft)
+                          for name in self.config.datasets]
             barrier(self.world)
         return loaded
 
@@ -381,13 +398,28 @@ class BasicTrainer:
             batch = batch.to(self.device)
             each, metrics = self.losses_and_metrics("train", batch)
             # Placements average gradients over data ranks; this makes every example of the step weigh the same.
-            (each.sum() * (self.data_ranks / step.n_examples)).backward()
+            (each.sum() * (self.data_ranks * self.loss_scale / step.n_examples)).backward()
             self._add(sums, batch, metrics)
             seen.append((batch, metrics[:, 0]))
+        if self.loss_scale != 1.0:
+            for parameter in self.policy.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.loss_scale)
         norm = self.clip_gradients()
-        total = self.reduce(sums)
+        # What the ranks must agree on travels with the metrics: whether a signal came, and rank 0's clock.
+        wishes = torch.zeros(len(sums), 1, dtype=sums.dtype, device=sums.device)
+        wishes[0, 0] = float(self.signals is not None and self.signals.received is not None)
+        total = self.reduce(torch.cat([sums, wishes], dim=1))
         values = torch.cat([total.flatten(), norm.reshape(1).to(total.dtype)]).cpu()  # the step's one host sync
         total, norm = values[:-1].reshape(total.shape), values[-1].item()
+        total, stop = total[:, :-1], total[0, -1].item()
+        self._agree(stop)
+        if not math.isfinite(norm) and self.loss_scale != 1.0 and torch.isfinite(total).all():
+            self.optimizer.zero_grad(set_to_none=True)
+            self.loss_scale, self.good_steps = self.loss_scale / 2, 0
+            if self.loss_scale < 1.0:
+                raise FloatingPointError("float16 gradients overflow at every loss scale: use model.fsdp_policy_mp=bfloat16.")
+            return None
         if not (math.isfinite(norm) and torch.isfinite(total).all()):
             self.optimizer.zero_grad(set_to_none=True)
             self._non_finite(step, seen, norm)
@@ -395,10 +427,33 @@ class BasicTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
+        self._after_update()
         result = self._by_name(total, "train")
         result["grad_norm"] = (norm, 1.0)
         result["learning_rate"] = (rate, 1.0)
         return result
+
+    def _agree(self, stop: float) -> None:
+        """Take in what all ranks agreed on in this step: signals (ranks that got one) and the time since a save."""
+        self.stop_wanted = stop > 0
+        if self.config.checkpoint.every_minutes is not None:
+            # A clock of one rank, for the ranks must save together.
+            self.seconds_since_save = broadcast_object(time.monotonic() - self.last_save, self.world)
+
+    def _after_update(self) -> None:
+        if self.loss_scale != 1.0:
+            self.good_steps += 1
+            if self.good_steps % 2000 == 0:
+                self.loss_scale *= 2
+        moved = self.movement.update()
+        if moved:
+            moved = [sum(part) for part in zip(*gather_objects(moved, self.world))]
+            share = moved[0] / max(1, moved[1])
+            if share < 0.5:
+                self.notice(f"Only {share:.1%} of the {self.config.model.policy_dtype} weights changed in the first 20 "
+                            f"updates: at lr={self.config.lr} most updates are rounded away. Use "
+                            "model.policy_dtype=float32 (with trainer=FSDPTrainer model.fsdp_policy_mp=bfloat16 to "
+                            "compute in bfloat16).")
 
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that take different examples."""
@@ -432,14 +487,22 @@ class BasicTrainer:
         what = "loss" if named_by_loss else f"gradient (norm {norm})"
         names = ", ".join(f"{row['dataset']} row {row['row']}" for row in rows[:5]) + (" ..." if len(rows) > 5 else "")
         message = f"The {what} of update {self.updates + 1} is not finite: {names}. The optimizer did not step."
-        path = self.reporter.non_finite_examples(rows, self.examples, self.updates)
-        message += f" Texts: {path}." if path else ""
+        message += f" Texts: {self._write_down(rows)}."
         if self.config.guards.on_nonfinite == "skip" and self.skipped <= self.config.guards.max_nonfinite_steps:
             self.notice(f"{message} Skipped ({self.skipped} of at most {self.config.guards.max_nonfinite_steps}).")
             return
         raise FloatingPointError(
             f"{message} Look at these rows, lower lr, use float32, or set guards.on_nonfinite=skip "
             "guards.max_nonfinite_steps=N to go on without such steps.")
+
+    def _write_down(self, rows: list[dict]) -> str:
+        """Keep the texts of examples that broke a step; returns the file's path."""
+        path = os.path.join(self.run_dir, "nonfinite.jsonl")
+        if self.world.is_main:
+            with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+                for row in rows:
+                    file.write(json.dumps({"examples": self.examples, "updates": self.updates, **row}) + "\n")
+        return path
 
     def _describe(self, unit: Unit, pair: tuple[int, int]) -> dict:
         dataset = self.datasets["train"][unit.dataset]
@@ -456,7 +519,7 @@ class BasicTrainer:
         if self.eval_plan is None:
             return {}
         sums = self._sums("eval")
-        with self.reporter.progress(self.eval_plan.n_examples, "evaluation", "pairs" if not self.sft else "examples") as bar:
+        with self.reporter.progress(self.eval_plan.n_examples, "evaluation", self.unit_name) as bar:
             for step in self.eval_plan.steps():
                 for batch in step.micro_batches:
                     if batch is None:
@@ -504,71 +567,116 @@ class BasicTrainer:
     # ---- The loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> float | None:
-        """Prepare, then train to the end. Returns the last evaluation's loss, for sweepers to minimise."""
+        """Prepare, then train to the end. Returns the last evaluation's loss, for sweepers to minimise.
+
+        Raises:
+            SystemExit: a signal asked to stop; the state is saved. ValueError, FloatingPointError: see the methods.
+        """
         self.prepare()
         config, plan = self.config, self.plan
-        if config.sample_during_eval and not config.do_first_eval and self.updates == 0 and not self.sft \
-                and self.reference is None and self.eval_plan is not None:
-            self._sample()  # the reference's samples can only be had before the first step
-        last_eval: dict[str, float] = {}
-        due = Meter(self.reporter, config.minimum_log_interval_secs, self)
-        start = self.step_number
-        with self.reporter.progress(plan.n_examples, "training", "pairs" if not self.sft else "examples",
-                                    initial=self.examples) as bar:
-            for step in plan.steps(start):
-                if self._eval_due(plan, step.number):
-                    due.flush()
-                    last_eval = self.evaluate()
-                    if self.examples > 0 and not config.debug:
-                        self.save(last_eval)
-                    due.restart()
+        meter = Meter(self)
+        with SignalWatch() as self.signals, self.reporter.progress(
+                plan.n_examples, "training", self.unit_name, initial=self.examples) as bar:
+            if self.updates == 0 and config.sample_during_eval and not config.do_first_eval and self.cache is not None:
+                self._sample()  # the reference's samples can only be had while the policy still is the reference
+            for step in plan.steps(self.step_number):
+                if self._between_steps(meter):
+                    break
+                self.heartbeat.at("in a training step", self.updates)
                 metrics = self.train_step(step)
                 self.step_number = step.number + 1
                 self.examples = plan.examples_before(self.step_number)
-                due.add(metrics, step)
-                bar.update(step.n_examples, **due.rates())
-        due.flush()
-        last_eval = self.evaluate() or last_eval
-        if not config.debug:
-            self.save(last_eval)
+                meter.add(metrics, step)
+                bar.update(step.n_examples, **meter.rates())
+            else:
+                self._between_steps(meter, last=True)
         self.checkpointer.close()
-        return last_eval.get("loss/eval")
+        self.heartbeat.close()
+        return self.last_eval.get("loss/eval")
 
-    def _eval_due(self, plan: StepPlan, step: int) -> bool:
-        """Whether an evaluation comes before this step: at the start, and when a multiple of eval_every was passed."""
-        before = plan.examples_before(step)
-        if step == 0:
-            return self.config.do_first_eval
-        return before // self.config.eval_every > plan.examples_before(step - 1) // self.config.eval_every \
-            and step != self.resumed_at
+    @property
+    def unit_name(self) -> str:
+        return "examples" if self.sft else "pairs"
+
+    def _between_steps(self, meter: "Meter", last: bool = False) -> bool:
+        """Evaluate, save or stop, where one is due. Whether training is over."""
+        over = False
+        if self._passed(self.config.eval_every, self.evaluated_at) or (last and self.evaluated_at != self.step_number) \
+                or (self.step_number == 0 and self.config.do_first_eval and self.evaluated_at is None):
+            meter.flush()
+            self.heartbeat.at("in an evaluation", self.updates)
+            self.last_eval = self.evaluate()
+            self.evaluated_at = self.step_number
+            over = self.early_stop.update(self.last_eval)
+            if over:
+                self.notice(f"{self.early_stop.metric} has not got better for {self.early_stop.patience} evaluations: "
+                            f"training ends at {self.examples:,} examples.")
+        every = self.config.checkpoint.every or self.config.eval_every
+        timed = self.config.checkpoint.every_minutes
+        timed = timed is not None and self.seconds_since_save > 60 * timed
+        if self.step_number and (last or over or timed or self.stop_wanted or self._passed(every, self.saved_at)):
+            meter.flush()
+            self.save()
+        if self.stop_wanted:
+            self._stop()
+        if self.evaluated_at == self.step_number or self.saved_at == self.step_number:
+            meter.restart()
+        self.checkpointer.poll()
+        return over
+
+    def _passed(self, every: int, done_at: int | None) -> bool:
+        """Whether the last step passed a multiple of `every` examples and what is due then was not done yet."""
+        if self.step_number == 0 or done_at == self.step_number or self.step_number == self.plan.n_steps:
+            return False
+        return self.examples // every > self.plan.examples_before(self.step_number - 1) // every
+
+    def _stop(self) -> None:
+        """End after a signal: the state is saved."""
+        self.checkpointer.close()
+        command = f"python train.py resume={self.run_dir}"
+        saved = "saved" if self.saved_at == self.step_number and self.checkpointer.problem is None else "NOT saved"
+        self.notice(f"Stopped by a signal at {self.examples:,} examples; the state is {saved}. To go on:  {command}")
+        raise SystemExit(130 if self.signals.received == signal.SIGINT else PREEMPTED)
 
     # ---- Saving and resuming --------------------------------------------------------------------------------------
 
-    def save(self, metrics: dict[str, float]) -> None:
+    def save(self) -> None:
         """Write a checkpoint; a failure is said and survived."""
-        state = {"examples": self.examples, "updates": self.updates, "step_number": self.step_number,
-                 "skipped": self.skipped, "budget": self.plan.budget, "reference_samples": self.reference_samples,
-                 "reporter": self.reporter.state()}
-        self.checkpointer.save(self.examples, self.policy, self.optimizer, self.tokenizer, state, metrics)
+        if self.config.debug or self.saved_at == self.step_number:
+            return
+        self.heartbeat.at("saving", self.updates)
+        before, self.saved_at = self.saved_at, self.step_number
+        state = {name: getattr(self, name) for name in self.STATE}
+        state |= {"budget": self.plan.budget, "reporter": self.reporter.state(), "early_stop": self.early_stop.state()}
+        metrics = self.last_eval if self.evaluated_at == self.step_number else {}
+        problem = self.checkpointer.save(self.examples, self.policy, self.optimizer, self.tokenizer, state, metrics)
+        self.last_save = time.monotonic()
+        if problem:
+            self.saved_at = before
+
+    # The trainer's own numbers that a resumed run starts from.
+    STATE = ("examples", "updates", "step_number", "evaluated_at", "saved_at", "skipped", "reference_samples", "last_eval",
+             "loss_scale")
 
     def _resume(self) -> None:
-        self.step_number, self.resumed_at = 0, None
         folder = self.checkpointer.resumable() if self.config.resume else None
         if folder is None:
+            self.reporter.load_state(None)
             return
         state = self.checkpointer.load(folder, self.policy, self.optimizer)
-        self.examples, self.updates, self.step_number = state["examples"], state["updates"], state["step_number"]
-        self.skipped, self.reference_samples = state["skipped"], state["reference_samples"]
+        for name in self.STATE:
+            setattr(self, name, state[name])
         self.plan.budget = state["budget"]
         self.reporter.load_state(state["reporter"])
-        self.resumed_at = self.step_number
+        self.early_stop.load_state(state["early_stop"])
+        self.notice(f"Resumed from {folder} at {self.examples:,} examples.")
 
 
 class Meter:
     """Averages of all steps since the last log line, and the rates beside them."""
 
-    def __init__(self, reporter: Reporter, interval: float, trainer: BasicTrainer):
-        self.reporter, self.interval, self.trainer = reporter, interval, trainer
+    def __init__(self, trainer: BasicTrainer):
+        self.trainer, self.interval = trainer, trainer.config.minimum_log_interval_secs
         self.restart()
 
     def restart(self) -> None:
@@ -602,7 +710,7 @@ class Meter:
         metrics["memory/peak_gb"] = peak_memory(self.trainer.device) / 1e9
         metrics["counters/examples"] = self.trainer.examples
         metrics["counters/updates"] = self.trainer.updates
-        self.reporter.log(metrics, self.trainer.examples, self.trainer.updates)
+        self.trainer.reporter.log(metrics, self.trainer.examples, self.trainer.updates)
         self.restart()
 
 
