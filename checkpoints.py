@@ -357,6 +357,8 @@ class Checkpointer:
             good = f"the last good checkpoint is {latest.name}" if latest else "there is no checkpoint of this run yet"
             self.notice(f"CHECKPOINT {plan.final.name} WAS NOT SAVED ({problem}). Training goes on; {good}. "
                         f"Mend this before the next save.")
+        if problem is not None:
+            self._gather(None)  # nobody goes on before it is taken back
         self.problem = problem
         return problem
 
@@ -393,7 +395,7 @@ class Checkpointer:
         if self.keep_last is None:
             return
         steps = step_folders.complete_steps(self.run_dir)
-        kept = {folder for _, folder in steps[len(steps) - self.keep_last:]} if self.keep_last else set()
+        kept = {folder for _, folder in steps[max(0, len(steps) - self.keep_last):]}
         kept |= {step_folders.read_latest(self.run_dir)}
         if self.keep_best:
             kept |= {step_folders.best_step(steps, self.best_metric)}

@@ -1,0 +1,466 @@
+"""Saving, resuming, and everything that may go wrong meanwhile."""
+
+import errno
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import checkpoints
+import step_folders
+from checkpoints import Checkpointer, find_resumable
+from models import byte_tokenizer
+from utils import World
+
+
+def settings(**changes):
+    return SimpleNamespace(**{"formats": ["state"], "keep_last": 2, "keep_best": True, "best_metric": None,
+                              "async_save": False, **changes})
+
+
+def tiny(family, seed=0):
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+
+    torch.manual_seed(seed)
+    sizes = dict(vocab_size=259, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    if family == "llama":  # tied; 259 rows do not divide by 2
+        config = LlamaConfig(**sizes, tie_word_embeddings=True)
+    else:
+        config = GPTNeoXConfig(**sizes, tie_word_embeddings=False)
+    return AutoModelForCausalLM.from_config(config)
+
+
+class Small(torch.nn.Module):
+    """Tied weights, a frozen parameter, a persistent buffer and one that is not."""
+
+    def __init__(self, seed=0, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = torch.nn.Embedding(11, 6, dtype=dtype)
+        self.body = torch.nn.Linear(6, 6, dtype=dtype)
+        self.head = torch.nn.Linear(6, 11, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        self.frozen = torch.nn.Parameter(torch.randn(3, dtype=dtype), requires_grad=False)
+        self.register_buffer("count", torch.zeros(2))
+        self.register_buffer("derived", torch.zeros(2), persistent=False)
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.body(self.embed(ids))))
+
+
+def step(model, optimizer, times=1):
+    for n in range(times):
+        output = model(torch.arange(8)[None] + n)
+        logits = getattr(output, "logits", output).float()
+        torch.nn.functional.cross_entropy(logits[0], (torch.arange(8) * 3 + n) % 11).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def local(tensor):
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def snapshot(model, optimizer):
+    """Every bit of model and optimizer, by parameter name."""
+    entries = {name: local(tensor) for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            entries[f"{name}:{entry}"] = local(value) if isinstance(value, torch.Tensor) else value
+    return entries
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other[key].dtype and torch.equal(value, other[key]), key
+        else:
+            assert value == other[key], key
+    return True
+
+
+OPTIMIZERS = [
+    ("AdamW", dict(amsgrad=True, weight_decay=0.1)), ("Adam", dict(lr=torch.tensor(1e-3))), ("AdamW", dict(fused=True)),
+    ("RMSprop", {}), ("RMSprop", dict(momentum=0.9, centered=True)), ("SGD", {}), ("SGD", dict(momentum=0.9)),
+    ("Adagrad", {}), ("Adadelta", {}), ("Adamax", {}), ("NAdam", {}), ("RAdam", {}), ("ASGD", {}), ("Rprop", {}),
+    ("Adafactor", {}),
+]
+
+
+@pytest.mark.parametrize("name, kwargs", OPTIMIZERS, ids=lambda value: value if isinstance(value, str) else "+".join(value))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_optimizer_comes_back_bitwise(tmp_path, name, kwargs, dtype):
+    def build(seed):
+        model = Small(seed, dtype)
+        groups = [{"params": [model.embed.weight]}, {"params": [model.body.weight, model.body.bias, model.frozen]}]
+        return model, getattr(torch.optim, name)(groups, **{"lr": 1e-3, **kwargs})
+
+    model, optimizer = build(0)
+    step(model, optimizer, 2)
+    model.count += 5
+    optimizer.param_groups[1]["lr"] = 0.5e-3
+    checkpointer = Checkpointer(tmp_path, settings(), World())
+    assert checkpointer.save(16, model, optimizer, None, {"n": 1}) is None
+    saved = snapshot(model, optimizer)
+    step(model, optimizer, 2)
+
+    other, resumed = build(1)
+    assert checkpointer.load(checkpointer.resumable(), other, resumed) == {"n": 1}
+    same(saved, snapshot(other, resumed))
+    assert other.head.weight is other.embed.weight and resumed.param_groups[1]["lr"] == 0.5e-3
+    step(other, resumed, 2)
+    same(snapshot(model, optimizer), snapshot(other, resumed))
+    checkpointer.close()
+
+
+def test_a_save_before_the_first_step_invents_no_optimizer_state(tmp_path):
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = Checkpointer(tmp_path, settings(), World())
+    checkpointer.save(0, model, optimizer, None, {})
+    assert not optimizer.state
+    step(model, optimizer)
+    other = Small(1)
+    resumed = torch.optim.AdamW(other.parameters())
+    step(other, resumed)  # must be forgotten
+    checkpointer.load(tmp_path / "step-0", other, resumed)
+    assert not resumed.state
+    step(other, resumed)
+    same(snapshot(model, optimizer), snapshot(other, resumed))
+
+
+def test_random_generators_and_the_trainer_state_come_back(tmp_path):
+    import random
+
+    import numpy as np
+
+    def draw():
+        return random.random(), float(np.random.rand()), float(np.random.randn()), torch.rand(3).tolist()
+
+    model = Small()
+    np.random.randn()  # leaves the second one of a pair behind
+    checkpointer = Checkpointer(tmp_path, settings(), World())
+    state = {"cursor": {"epoch": 1, "step": 3}, "best": 0.25, "digest": "ab", "none": None, "scale": torch.tensor(2.0)}
+    checkpointer.save(4, model, None, None, state)
+    drawn = draw()
+    draw()
+    assert checkpointer.load(tmp_path / "step-4", model, None) == state
+    assert draw() == drawn
+    with pytest.raises(TypeError, match="trainer_state"):
+        checkpointer.save(8, model, None, None, {"object": SimpleNamespace()})
+    assert checkpointer.latest().name == "step-4"
+
+
+def test_what_does_not_fit_is_listed_and_nothing_is_overwritten(tmp_path):
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = Checkpointer(tmp_path, settings(), World())
+    checkpointer.save(4, model, optimizer, None, {})
+    wider = Small(1)
+    wider.body = torch.nn.Linear(6, 6, dtype=torch.bfloat16)
+    wider.new = torch.nn.Linear(1, 1, bias=False)
+    before = snapshot(wider, optimizer)
+    with pytest.raises(ValueError, match=r"body.weight is \(6, 6\) torch.float32.*bfloat16.*new.weight is missing"):
+        checkpointer.load(tmp_path / "step-4", wider, None)
+    same(before, snapshot(wider, optimizer))
+    with pytest.raises(ValueError, match="state of AdamW, not of SGD"):
+        checkpointer.load(tmp_path / "step-4", model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match="other parameters"):
+        checkpointer.load(tmp_path / "step-4", model, torch.optim.AdamW(model.body.parameters()))
+
+
+def test_last_ones_the_best_and_latest_are_kept(tmp_path):
+    model = Small()
+    checkpointer = Checkpointer(tmp_path, settings(keep_last=2, best_metric="rewards_eval/accuracies"), World())
+    for examples, accuracy in ((1, 0.5), (2, 0.9), (3, float("nan")), (4, 0.6), (5, 0.7)):
+        checkpointer.save(examples, model, None, None, {}, {"rewards_eval/accuracies": accuracy})
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-2", "step-4", "step-5"]
+    assert checkpointer.best().name == "step-2" and checkpointer.latest().name == "step-5"
+    # a run that fell back to an older step goes on from there: the order is that of saving, not of the numbers
+    checkpointer.save(3, model, None, None, {}, {})
+    assert find_resumable(tmp_path).name == "step-3"
+    checkpointer.keep_last, checkpointer.keep_best = 0, False
+    checkpointer.save(6, model, None, None, {}, {})
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-6"]
+    assert step_folders.metric_mode("loss/eval") == "min" and step_folders.metric_mode("rewards_eval/margins") == "max"
+
+
+def test_the_same_step_may_be_saved_again(tmp_path):
+    model = Small()
+    checkpointer = Checkpointer(tmp_path, settings(), World())
+    checkpointer.save(4, model, None, None, {"n": 1})
+    assert checkpointer.save(4, model, None, None, {"n": 2}) is None
+    assert checkpointer.load(checkpointer.resumable(), model, None) == {"n": 2}
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "LATEST", "step-4"]
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+def full_disk(at):
+    def hook(stage):
+        if stage == at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+    return hook
+
+
+@pytest.mark.parametrize("stage", ["open", "state", "rng", "policy", "hf", "checksum", "manifest", "rename", "latest"])
+def test_a_failing_save_leaves_the_run_alive_and_the_last_checkpoint_good(tmp_path, monkeypatch, stage):
+    model, told = tiny("llama"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = Checkpointer(tmp_path, settings(formats=["state", "policy", "hf"]), World(), told.append)
+    assert checkpointer.save(1, model, optimizer, None, {"n": 1}) is None
+    monkeypatch.setattr(checkpoints, "hooks", [full_disk(stage)])
+    problem = checkpointer.save(2, model, optimizer, None, {"n": 2})
+    assert "No space left" in problem and checkpointer.problem == problem
+    assert "step-2 WAS NOT SAVED" in told[0] and "last good checkpoint is step-1" in told[0] and len(told) == 1
+    assert not list(tmp_path.glob("*.tmp")) and checkpointer.latest().name == "step-1"
+    monkeypatch.setattr(checkpoints, "hooks", [])
+    step(model, optimizer)
+    assert checkpointer.save(3, model, optimizer, None, {"n": 3}) is None and checkpointer.problem is None
+    assert checkpointer.load(checkpointer.resumable(), model, optimizer) == {"n": 3}
+
+
+def test_free_space_is_looked_at_before_writing(tmp_path, monkeypatch):
+    told = []
+    checkpointer = Checkpointer(tmp_path, settings(), World(), told.append)
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda path: 1000)
+    model = Small()
+    assert "1.05 MB" in checkpointer.save(1, model, None, None, {}) and "0.00 MB free" in told[0]
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+    assert checkpoints.estimate_bytes(tiny("llama"), None, ["policy"]) > 4 * sum(p.numel() for p in tiny("llama").parameters())
+
+
+def in_a_child(action):
+    """Runs an action in a forked process. Returns its exit code, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            action()
+            code = 0
+        finally:
+            os._exit(code)
+    for _ in range(600):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the child hung")
+
+
+STAGES = ["open", "state", "rng", "policy", "hf", "checksum", "manifest", "rename", "latest", "retention", "end"]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "replacing"])
+@pytest.mark.parametrize("stage", [*STAGES, "replace"])
+def test_kill_9_inside_a_save(tmp_path, stage, again):
+    if stage == "replace" and not again:
+        pytest.skip("nothing to replace")
+    everything = settings(formats=["state", "policy", "hf"], keep_last=1)
+    model, first = tiny("neox"), 2 if again else 1
+    checkpointer = Checkpointer(tmp_path, everything, World())
+    checkpointer.save(first, model, None, None, {"n": 1}, {"loss/eval": 2.0})
+    checkpointer.close()
+
+    def killed():
+        checkpoints.hooks.append(lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None)
+        Checkpointer(tmp_path, everything, World()).save(2, model, None, None, {"n": 2}, {"loss/eval": 1.0})
+
+    assert in_a_child(killed) == -signal.SIGKILL
+    found = find_resumable(tmp_path)  # before anyone cleared up
+    checkpointer = Checkpointer(tmp_path, everything, World(), lambda text: None)
+    resumed = checkpointer.resumable()
+    assert resumed.name == found.name.removesuffix(".replaced")
+    n = checkpointer.load(resumed, model, None)["n"]
+    assert n == (2 if stage in ("latest", "retention", "end") else 1)
+    assert not [p for p in tmp_path.rglob("*") if p.name.endswith((".tmp", ".replaced"))]
+    checkpointer.save(3, model, None, None, {"n": 3}, {"loss/eval": 0.5})
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-3"] and checkpointer.latest().name == "step-3"
+
+
+def test_damage_is_found_and_the_step_before_is_offered(tmp_path):
+    model, told = Small(), []
+    checkpointer = Checkpointer(tmp_path, settings(keep_last=9), World())
+    for n in range(1, 6):
+        checkpointer.save(n, model, None, None, {"n": n})
+    assert find_resumable(tmp_path, told.append).name == "step-5" and not told
+    shard = next((tmp_path / "step-5" / "state").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    shard = next((tmp_path / "step-4" / "state").glob("*.distcp"))
+    os.truncate(shard, shard.stat().st_size - 1)
+    (tmp_path / "step-3" / "manifest.json").write_text("{")
+    (tmp_path / "step-2" / "state" / "trainer.pt").unlink()
+    assert find_resumable(tmp_path, told.append).name == "step-1"
+    told = "\n".join(told)
+    for words in ("differs from its checksum", "its manifest says", "no readable manifest", "cannot be read", "step-1 instead"):
+        assert words in told
+    with pytest.raises(ValueError, match="no run folder"):
+        find_resumable(tmp_path / "nowhere")
+    assert step_folders.checksum(shard, "crc32")[1] and step_folders.checksum(shard, "md9")[1] is None
+
+
+def test_a_state_that_would_run_code_is_refused(tmp_path):
+    import pickle
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    model = Small()
+    checkpointer = Checkpointer(tmp_path, settings(), World())
+    checkpointer.save(1, model, None, None, {})
+    (tmp_path / "step-1" / "state" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match="not allowed"):
+        checkpointer.load(tmp_path / "step-1", model, None)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_two_runs_cannot_write_into_one_folder(tmp_path):
+    checkpointer = Checkpointer(tmp_path, settings(), World())
+    (tmp_path / "step-1.tmp").mkdir()
+
+    def second():
+        with pytest.raises(ValueError, match="another run is writing"):
+            step_folders.lock(tmp_path, patience=0.1)
+
+    assert in_a_child(second) == 0
+    assert (tmp_path / "step-1.tmp").exists()  # a living run's half-written folder is left alone
+    checkpointer.close()
+    assert in_a_child(lambda: step_folders.lock(tmp_path, patience=0.1)) == 0
+
+
+def test_saving_in_the_background_keeps_the_weights_of_its_moment(tmp_path, monkeypatch):
+    model = tiny("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    checkpointer = Checkpointer(tmp_path, settings(formats=["state", "policy", "hf"], async_save=True), World())
+    monkeypatch.setattr(checkpoints, "hooks", [lambda stage: time.sleep(0.3) if stage in ("state", "policy") else None])
+    assert checkpointer.save(1, model, optimizer, byte_tokenizer(), {"n": 1}) is None
+    saved = snapshot(model, optimizer)
+    step(model, optimizer, 2)  # while it is written
+    assert checkpointer.latest() is None and checkpointer.poll() is None and checkpointer.latest() is None
+    assert checkpointer.finish() is None and checkpointer.latest().name == "step-1"
+    other = tiny("llama", 1)
+    resumed = torch.optim.AdamW(other.parameters(), lr=0.1)
+    checkpointer.load(checkpointer.resumable(), other, resumed)
+    same(saved, snapshot(other, resumed))
+    policy = torch.load(tmp_path / "LATEST" / "policy.pt", weights_only=True)["state"]
+    same({name: saved[name] for name in policy}, policy)
+    monkeypatch.setattr(checkpoints, "hooks", [full_disk("policy")])
+    assert checkpointer.save(2, model, optimizer, None, {"n": 2}) is None
+    assert "No space left" in checkpointer.close() and checkpointer.latest().name == "step-1"
+    monkeypatch.setattr(checkpoints, "hooks", [])
+
+
+# ---- on two processes -----------------------------------------------------------------------------------------------
+
+
+def sharded(family, seed):
+    model = tiny(family, seed)
+    blocks = model.model.layers if family == "llama" else model.gpt_neox.layers
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def two_processes(rank, folder, families):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    world, told = World(rank, 2), []
+    for family in families:
+        run = folder / family
+        model, optimizer = sharded(family, seed=5)
+        checkpointer = Checkpointer(run, settings(formats=["state", "policy", "hf"], async_save=True), world, told.append)
+        # what one process saved
+        assert checkpointer.load(run / "step-1", model, optimizer) == {"n": 1}
+        assert any("2 processes what 1 saved" in text for text in told) == (rank == 0)
+        full = checkpoints.full_state(model, world)
+        if rank == 0:
+            same(torch.load(run / "step-1" / "policy.pt", weights_only=True)["state"], full)
+        else:
+            assert full == {}
+        # in the background, with training going on; gathers of both sides are in flight at once
+        step(model, optimizer, 2)
+        with torch.no_grad():
+            model(torch.arange(4)[None])  # an evaluation leaves the root's parameters whole
+        assert checkpointer.save(2, model, optimizer, byte_tokenizer(), {"n": 2}) is None
+        saved, drawn = snapshot(model, optimizer), torch.rand(3)
+        step(model, optimizer, 2)
+        for _ in range(600):
+            if checkpointer.poll() or checkpointer.latest().name == "step-2":
+                break
+            time.sleep(0.02)
+        after = snapshot(model, optimizer)
+        other, resumed = sharded(family, seed=6)
+        assert checkpointer.load(checkpointer.resumable(), other, resumed) == {"n": 2}
+        same(saved, snapshot(other, resumed))
+        assert torch.equal(drawn, torch.rand(3))
+        step(other, resumed, 2)
+        same(after, snapshot(other, resumed))
+        checkpointer.close()
+        # a disk that is full for one rank only
+        checkpointer = Checkpointer(run, settings(formats=["state", "policy"]), world, told.append)
+        for stage in ("state", "rng", "checksum"):
+            checkpoints.hooks[:] = [full_disk(stage)] if rank == 1 else []
+            problem = checkpointer.save(3, model, optimizer, None, {"n": 3})
+            assert "rank 1" in problem and "No space left" in problem and "rank 0" not in problem, problem
+            assert not (run / "step-3").exists() and not (run / "step-3.tmp").exists()
+            dist.barrier()
+        checkpoints.hooks.clear()
+        assert checkpointer.save(4, model, optimizer, None, {"n": 4}) is None
+        # each rank has its own random numbers, and a damaged file of one rank is everyone's error
+        assert (run / "step-4" / "state" / "rng-1.pt").exists()
+        dist.barrier()
+        if rank == 0:
+            os.rename(run / "step-4" / "state" / "rng-1.pt", run / "rng-1.pt")
+        dist.barrier()
+        with pytest.raises(ValueError, match="rank 1.*rng-1.pt"):
+            checkpointer.load(run / "step-4", model, optimizer)
+        dist.barrier()
+        if rank == 0:
+            os.rename(run / "rng-1.pt", run / "step-4" / "state" / "rng-1.pt")
+        checkpointer.close()
+    dist.destroy_process_group()
+
+
+def test_sharded_over_two_processes_and_back_on_one(tmp_path):
+    families = ["llama", "neox"]
+    for family in families:
+        model = tiny(family)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step(model, optimizer)
+        checkpointer = Checkpointer(tmp_path / family, settings(formats=["state", "policy"], keep_last=None), World())
+        assert checkpointer.save(1, model, optimizer, None, {"n": 1}) is None
+        checkpointer.close()
+    mp.spawn(two_processes, (tmp_path, families), nprocs=2)
+    for family in families:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = tiny(family, 7)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        checkpointer = Checkpointer(tmp_path / family, settings(), World(), lambda text: None)
+        assert checkpointer.load(checkpointer.resumable(), model, optimizer) == {"n": 4}
+        assert all(float(state["step"]) == 5 for state in optimizer.state.values())
+        whole = torch.load(tmp_path / family / "LATEST" / "policy.pt", weights_only=True)
+        same(whole["state"], dict(model.state_dict()))
+        other = tiny(family, 8)
+        other.load_state_dict(whole["state"])  # as the reference implementation does
+        checkpointer.load(tmp_path / family / "step-2", other, None)
+        hf = AutoModelForCausalLM.from_pretrained(tmp_path / family / "step-2" / "hf")
+        same(dict(other.state_dict()), dict(hf.state_dict()))
+        assert AutoTokenizer.from_pretrained(tmp_path / family / "step-2" / "hf").chat_template
+        assert hf.config.architectures[0].startswith(("Llama", "GPTNeoX"))
