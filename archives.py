@@ -128,16 +128,18 @@ def _torch_load(path):
                 raise
             return load(mmap=False)  # the format from before torch 1.6, which is no zip file
     except pickle.UnpicklingError as error:
-        if re.search(r"Unsupported (global|class|operand)|GLOBAL|not an allowed global", str(error)):
+        if re.search(r"Unsupported (global|class)|GLOBAL|not an allowed global", str(error)):
             named = re.search(r"GLOBAL (\S+)", str(error))
             what = f" ({named.group(1)})" if named else ""
             raise ValueError(f"{path} is refused: it holds Python objects besides tensors{what}, and loading those could run "
                              "code. Save its state dict alone: torch.save({'state': model.state_dict()}, path)") from None
-        raise ValueError(f"{path} is truncated or no PyTorch checkpoint ({str(error).splitlines()[0]})") from None
-    except OSError as error:
+        reason = error
+    except PermissionError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    except Exception as error:  # the zip reader raises RuntimeError, the old one EOFError, KeyError, struct.error, ...
-        raise ValueError(f"{path} is truncated or no PyTorch checkpoint ({str(error).splitlines()[0:1]})") from None
+    except Exception as error:  # the readers raise RuntimeError, OSError (a seek behind the end), EOFError, KeyError, ...
+        reason = error
+    first_line = str(reason).partition("\n")[0]
+    raise ValueError(f"{path} is truncated or no PyTorch checkpoint ({type(reason).__name__}: {first_line})")
 
 
 def _unwrap(content, path):

@@ -139,9 +139,9 @@ class Mixture:
             whole, rest = divmod(wanted, count) if count else (0, 0)
             numbers = [np.arange(count)] * whole
             if rest:
-                # Which examples a fractional weight takes changes with the epoch, so that all are seen in time.
-                rng = np.random.default_rng([seed, epoch, index, 1])
-                numbers.append(np.sort(rng.permutation(count)[:rest]))
+                # A fractional weight walks round one permutation, epoch by epoch, so that all are seen equally often.
+                walk = np.random.default_rng([seed, index, 1]).permutation(count)
+                numbers.append(np.sort(walk[(epoch * rest + np.arange(rest)) % count]))
             if numbers:
                 chosen.append(np.concatenate(numbers) + self.offsets[index])
         order = np.concatenate(chosen) if chosen else np.zeros(0, dtype=np.int64)
@@ -149,9 +149,11 @@ class Mixture:
         if shuffle == "pairs":
             return rng.permutation(order)
         if shuffle == "prompts":
-            groups = np.array([self._group_number(number) for number in order])
-            _, first = np.unique(groups, return_inverse=True)
-            rank = rng.permutation(first.max() + 1 if len(first) else 0)
+            prompts = np.concatenate([np.zeros((0, 2), dtype=np.int64)] + [
+                np.stack([np.full(len(dataset.examples), index), dataset.examples[:, 0]], axis=1)
+                for index, dataset in enumerate(self.datasets)])
+            first = np.unique(prompts, axis=0, return_inverse=True)[1].reshape(-1)[order]
+            rank = rng.permutation(first.max(initial=-1) + 1)
             return order[np.argsort(rank[first], kind="stable")]
         assert shuffle is None, shuffle
         return order
@@ -159,11 +161,6 @@ class Mixture:
     def _locate(self, number: int) -> tuple[int, int]:
         index = int(np.searchsorted(self.offsets, number, side="right")) - 1
         return index, int(number - self.offsets[index])
-
-    def _group_number(self, number: int) -> tuple[int, int]:
-        index, local = self._locate(number)
-        # Group numbers are made unique over data sets by the example offset, which is never smaller than the group count.
-        return int(self.offsets[index]) + int(self.datasets[index].examples[local, 0])
 
     def units(self, numbers: np.ndarray) -> list[Unit]:
         """Group examples by prompt, each response once."""
@@ -200,7 +197,7 @@ def split_units(units: list[Unit], n_ranks: int, budget: int, min_micro_batches:
     Returns: units[micro_batch][rank].
     """
     ordered = sorted(units, key=lambda unit: (-unit.cost(share_prefix), unit.dataset, unit.group))
-    most_units = -(-len(ordered) // max(1, min_micro_batches))
+    left, most_units = len(ordered), len(ordered)
     slots: list[list[list[Unit]]] = []
     loads: list[int] = []
     for unit in ordered:
@@ -208,10 +205,13 @@ def split_units(units: list[Unit], n_ranks: int, budget: int, min_micro_batches:
         rank = min(range(n_ranks), key=loads.__getitem__) if slots else 0
         full = not slots or sum(map(len, slots[-1])) >= most_units or (loads[rank] and loads[rank] + cost > budget)
         if full:
+            # What is left must do for the micro-batches that are still due.
+            most_units = -(-left // max(1, min_micro_batches - len(slots)))
             slots.append([[] for _ in range(n_ranks)])
             loads = [0] * n_ranks
             rank = 0
         slots[-1][rank].append(unit)
+        left -= 1
         loads[rank] += cost
     return slots
 
@@ -280,6 +280,7 @@ def _examples(units: list[Unit]) -> dict:
     """The fields of a MicroBatch that do not depend on its layout."""
     pairs, offset = [], 0
     for unit in units:
+        assert len(unit.prompt) and all(map(len, unit.responses)), "a response's first token needs one before it"
         pairs += [(chosen + offset, rejected + offset if rejected >= 0 else -1) for chosen, rejected in unit.pairs]
         offset += len(unit.responses)
     responses = [response for unit in units for response in unit.responses]
@@ -324,6 +325,8 @@ class StepPlan:
         self.budget, self.min_micro_batches, self.share_prefix = budget, min_micro_batches, share_prefix
         self.epoch_size = mixture.epoch_size()
         in_epochs = None if n_epochs is None else n_epochs * self.epoch_size
+        if not self.epoch_size:
+            raise ValueError("There is no example to make steps of; look at datasets and data.weights.")
         self.n_examples = min(n for n in (in_epochs, n_examples) if n is not None)
         self._order: tuple[int, np.ndarray] | None = None
         # A step never crosses an epoch: the last one of an epoch is smaller instead, so that no example is dropped.
@@ -339,11 +342,12 @@ class StepPlan:
     def numbers(self, step: int) -> np.ndarray:
         """Example numbers of a step."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, self.mixture.order(self.seed, epoch, self.shuffle))
+        order = self._order  # read once: another thread may prepare the next epoch's first step
+        if order is None or order[0] != epoch:
+            order = self._order = (epoch, self.mixture.order(self.seed, epoch, self.shuffle))
         left = self.n_examples - self.examples_before(step)
         start = index * self.batch_size
-        return self._order[1][start : start + min(self.batch_size, left)]
+        return order[1][start : start + min(self.batch_size, left)]
 
     def step(self, number: int) -> Step:
         """This rank's share of step `number`."""

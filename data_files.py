@@ -152,24 +152,26 @@ def _read_json_lines(file, stream):
 
 
 def _json_object(file, number, line: bytes) -> dict:
-    row = parse_json(line, place(file, number))
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"{place(file, number)}: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{place(file, number)}: expected a JSON object with columns, got {describe(row)}")
     return row
 
 
-def parse_json(data: bytes, where: str):
-    """json.loads with every failure turned into a ValueError that starts with `where`."""
+def parse_json(data: bytes):
+    """json.loads whose every failure is a ValueError that says what is wrong with the text."""
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start}); save the file as UTF-8"
-                         ) from error
+        raise ValueError(f"not UTF-8 text ({error.reason} at byte {error.start}); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise ValueError(f"{where}: invalid JSON ({error.msg} at {at})") from error
+        raise ValueError(f"invalid JSON ({error.msg} at {at})") from error
     except (RecursionError, ValueError) as error:
-        raise ValueError(f"{where}: invalid JSON ({type(error).__name__}: {str(error)[:200]})") from error
+        raise ValueError(f"invalid JSON ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 def _read_json(file, stream):
@@ -187,7 +189,10 @@ def _read_json(file, stream):
     if not filled:
         return
     del lines
-    whole = parse_json(data, str(file))
+    try:
+        whole = parse_json(data)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
     rows = whole if isinstance(whole, list) else _rows_inside(whole)
     if rows is None:
         raise ValueError(f"{file}: expected an array of objects, JSON lines, or an object holding an array under "

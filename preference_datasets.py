@@ -23,11 +23,13 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from data_files import find_split_files, fingerprint_files, looks_like_path, place, read_rows
-from row_formats import (CANONICAL_COLUMNS, DIVERGED, EMPTY, IDENTICAL, NO_PREFERENCE, PromptGroup, checked_group,
+from row_formats import (CANONICAL_COLUMNS, PromptGroup, checked_group,
                          describe, detect_format, parse_hh, parse_se, parse_shp, text_of)
+from workers import ordered_map, worker_count
 
 SPLITS = ("train", "test")
 HOLD_OUT_SE = 0.01  # the share of StackExchange that the DPO paper's reference implementation tests on
@@ -89,6 +91,14 @@ def setting(config, path: str, default=None):
 def _plain(mapping) -> dict:
     """A config node as nested plain dicts."""
     return {str(key): _plain(value) if hasattr(value, "items") else value for key, value in (mapping or {}).items()}
+
+
+def cache_folder(config) -> Path:
+    """Where token caches live: data.cache_dir, else `tokens` in the run's local directory."""
+    from utils import get_local_dir
+
+    explicit = setting(config, "data.cache_dir")
+    return Path(explicit or str(Path(get_local_dir(setting(config, "local_dirs", [".cache"]))) / "tokens")).expanduser()
 
 
 def load_plugins(config):
@@ -215,18 +225,15 @@ def open_source(name: str, split: str, config, sft: bool = False) -> Source:
     fraction = float(setting(config, "data.test_fraction", 0.05))
     if kind == "path":
         files, separate = find_split_files(target, split)
-        memory = setting(config, "data.cache_dir")
-        content = fingerprint_files(files, Path(memory).expanduser() / "files" if memory else None)
+        content = fingerprint_files(files, cache_folder(config) / "files")
         rows = _FileRows(files)
     else:
         rows, separate = _hub_rows(name, target, split, sft)
         content = rows.fingerprint
     hold_out = None if separate else HOLD_OUT_SE if named and named.name == "se" else fraction
     parser, columns = (named.parser, named.columns) if named else (None, ())
-    if named:
-        truncation = setting(config, "data.truncation") or named.truncation
-    stream = _RowStream(name, split, rows, parser, columns, renames, hold_out, named is not None and named.name == "se",
-                        sft)
+    stream = _RowStream(name, split, rows, parser, columns, renames, hold_out, sft, hold_out is not None and parser is parse_se,
+                        worker_count(setting(config, "data.num_workers")))
     identity = [content, named.name if named else "", renames, hold_out, split if hold_out is not None else "", sft]
     fingerprint = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
     return Source(name, split, truncation, fingerprint, stream.groups)
@@ -366,10 +373,10 @@ def _key(name: str) -> str:
 class _RowStream:
     """Rows -> groups: parses, holds out the test part, and merges rows of the same prompt."""
 
-    def __init__(self, name, split, rows, parser, columns, renames, hold_out, shuffled_split, sft):
+    def __init__(self, name, split, rows, parser, columns, renames, hold_out, sft, shuffled_split, workers):
         self.name, self.split, self.rows, self.sft = name, split, rows, sft
         self.parser, self.columns, self.renames = parser, columns, renames
-        self.hold_out, self.shuffled_split = hold_out, shuffled_split
+        self.hold_out, self.shuffled_split, self.workers = hold_out, shuffled_split, workers
 
     def _detect(self):
         """Settles the parser and the columns to read, from the first row."""
@@ -391,74 +398,84 @@ class _RowStream:
             raise ValueError(f"data set {self.name}: {self.rows.label()} has columns {sorted(map(str, names))}, but "
                              f"{self.name} has {', '.join(self.columns)}; name yours with data.columns")
 
-    def _parsed(self):
-        """Yields every row as PromptGroup, or the reason why it is dropped."""
+    def _rows(self):
+        """Yields (file or data set, number, row under its canonical column names)."""
         for where, number, row in self.rows.read({self.renames.get(each, each) for each in self.columns}):
-            try:
-                if self.renames:
-                    row = self._renamed(row)
-                group = self.parser(row, self.sft)
-            except ValueError as error:
-                raise ValueError(f"{self.rows.describe(where, number)}: {error}") from error
-            if isinstance(group, PromptGroup):
-                group.row = number
-            yield group
+            yield where, number, self._renamed(where, number, row) if self.renames else row
 
-    def _renamed(self, row) -> dict:
+    def _renamed(self, where, number, row) -> dict:
         taken = set(self.renames.values())
         renamed = {key: value for key, value in row.items() if key not in taken and key not in self.renames}
         for canonical, actual in self.renames.items():
             if actual not in row:
-                raise ValueError(f"column '{actual}' (data.columns.{canonical}) is missing; the row has "
-                                 f"{sorted(map(str, row))}")
+                raise ValueError(f"{self.rows.describe(where, number)}: column '{actual}' (data.columns.{canonical}) is "
+                                 f"missing; the row has {sorted(map(str, row))}")
             renamed[canonical] = row[actual]
         return renamed
 
+    def _parsed(self):
+        """Yields every row as PromptGroup, or the reason why it is dropped."""
+        rows = self._rows()
+        if self.parser is parse_se:  # HTML costs a hundred times what other rows do, so workers share it
+            parsed = ordered_map(_parse_rows, iter(lambda: list(islice(rows, 64)), []), self.workers, (self.parser, self.sft))
+        else:
+            parsed = (_parse_rows((self.parser, self.sft), [row]) for row in rows)
+        for chunk in parsed:
+            for where, number, group in chunk:
+                if isinstance(group, ValueError):
+                    raise ValueError(f"{self.rows.describe(where, number)}: {group}") from group
+                yield group
+
+    def _keys(self):
+        """Yields a 64-bit number a row, equal for rows of the same prompt, 0 for rows that are certainly dropped."""
+        if self.parser is parse_se:  # the question's source says as much as its text, which is costly to make
+            for _, _, row in self._rows():
+                yield _hash(str(row.get("question")))
+        else:
+            for group in self._parsed():
+                yield 0 if isinstance(group, str) else _hash(group.key())
+
     def groups(self, counts: Counter) -> Iterator[PromptGroup]:
         self._detect()
-        hashes = array("Q", (_prompt_hash(group) for group in self._parsed()))
-        belongs = self._membership(hashes)
-        waiting = Counter(_repeated(hashes))
+        keys = array("Q", self._keys())
+        belongs = self._membership(keys)
+        waiting = _repeated(key for index, key in enumerate(keys) if belongs(index, key))
         merged: dict[int, dict[str, PromptGroup]] = defaultdict(dict)
         seen = 0
         for index, group in enumerate(self._parsed()):
             seen += 1
-            if index >= len(hashes) or _prompt_hash(group) != hashes[index]:
-                raise ValueError(f"data set {self.name}: {self.rows.label()} changed while it was read")
-            if not belongs(index, hashes[index]):
+            if seen > len(keys):
+                break
+            key = keys[index]
+            if not belongs(index, key):
                 continue
             counts["rows"] += 1
+            same = merged[key] if key in waiting else {}  # by text below the number: a collision must not merge prompts
             if isinstance(group, str):
                 counts[group] += 1
-                continue
-            counts.update(group.dropped)
-            number = hashes[index]
-            if number not in waiting:
-                counts["groups"] += 1
-                yield group
-                continue
-            same = merged[number]  # by text below the hash: a collision must not merge two prompts
-            known = same.get(group.key())
-            if known is None:
-                same[group.key()] = group
             else:
-                known.merge(group)
-                counts["merged_rows"] += 1
-            waiting[number] -= 1
-            if not waiting[number]:
-                counts["groups"] += len(same)
-                yield from merged.pop(number).values()
-        if seen != len(hashes):
-            raise ValueError(f"data set {self.name}: {self.rows.label()} changed while it was read")
-        # Rows of a repeated prompt that the split by row number put elsewhere leave their group incomplete until here.
-        for same in merged.values():
+                counts.update(group.dropped)
+                known = same.get(group.key()) if same else None
+                if known is None:
+                    same[group.key()] = group
+                else:
+                    known.merge(group)
+                    counts["merged_rows"] += 1
+            if key in waiting:
+                waiting[key] -= 1
+                if waiting[key]:
+                    continue
+                del waiting[key], merged[key]
             counts["groups"] += len(same)
             yield from same.values()
-        if not counts["rows"]:
-            raise ValueError(f"data set {self.name}: no row is left for the {self.split} split ({len(hashes)} rows, "
-                             f"held-out share {self.hold_out}); give more data, a test file, or data.test_fraction")
+        if seen != len(keys):
+            raise ValueError(f"data set {self.name}: {self.rows.label()} changed while it was read")
+        assert not merged, "every row of a repeated prompt was seen"
+        if not counts["rows"] and self.split == "train":
+            raise ValueError(f"data set {self.name}: no row is left to train on ({len(keys)} rows, held-out share "
+                             f"{self.hold_out}); give more data, a test file, or a smaller data.test_fraction")
 
-    def _membership(self, hashes) -> Callable[[int, int], bool]:
+    def _membership(self, keys) -> Callable[[int, int], bool]:
         """Which rows are in this split, as a function of (row index, prompt hash)."""
         if self.hold_out is None:
             return lambda index, number: True
@@ -467,10 +484,10 @@ class _RowStream:
             # StackExchange has no test split; the reference implementation shuffles with seed 42 and takes the first 1%.
             import numpy as np
 
-            order = np.random.default_rng(42).permutation(len(hashes))
-            test = set(order[:max(int(len(hashes) * self.hold_out), 1)].tolist())
+            order = np.random.default_rng(42).permutation(len(keys))
+            test = set(order[:max(int(len(keys) * self.hold_out), 1)].tolist())
             return lambda index, number: (index in test) == wants_test
-        prompts = {number for number in hashes if number}
+        prompts = {number for number in keys if number}
         limit = int(self.hold_out * 2**64)
         if self.hold_out > 0 and len(prompts) > 1:
             limit = min(max(limit, min(prompts) + 1), max(prompts))  # of two prompts, each split gets one
@@ -479,18 +496,31 @@ class _RowStream:
         return lambda index, number: (0 < number < limit) == wants_test
 
 
-def _prompt_hash(group) -> int:
-    """A stable 64-bit hash of a group's prompt, above 0; 0 for a row that is dropped."""
-    if isinstance(group, str):
-        return 0
-    digest = hashlib.blake2b(group.key().encode("utf-8"), digest_size=8)
+def _parse_rows(how, rows) -> list:
+    """[(where, number, PromptGroup | reason | ValueError)] of rows [(where, number, row)]; runs in workers too."""
+    parser, sft = how
+    done = []
+    for where, number, row in rows:
+        try:
+            group = parser(row, sft)
+            if isinstance(group, PromptGroup):
+                group.row = number
+        except ValueError as error:
+            group = ValueError(str(error))
+        done.append((where, number, group))
+    return done
+
+
+def _hash(text: str) -> int:
+    """A stable 64-bit hash above 0."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8)
     return int.from_bytes(digest.digest(), "big") or 1
 
 
-def _repeated(hashes) -> dict[int, int]:
-    """hash -> number of rows, for the hashes that occur more than once."""
+def _repeated(keys) -> dict[int, int]:
+    """key -> number of rows, for the keys above 0 that occur more than once."""
     import numpy as np
 
-    numbers, occurrences = np.unique(np.frombuffer(hashes, np.uint64), return_counts=True)
+    numbers, occurrences = np.unique(np.frombuffer(array("Q", keys), np.uint64), return_counts=True)
     many = (occurrences > 1) & (numbers > 0)
     return dict(zip(numbers[many].tolist(), occurrences[many].tolist()))

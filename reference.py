@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import tempfile
 import zlib
@@ -32,7 +33,8 @@ def weights_digest(model: torch.nn.Module, world=None) -> str:
     for name, parameter in sorted(model.named_parameters()):
         local, offsets = _local_part(parameter)
         bits = local.detach().contiguous().view({4: torch.int32, 2: torch.int16, 8: torch.int64}[local.element_size()])
-        rows = bits.reshape(bits.shape[0], -1) if bits.ndim else bits.reshape(1, 1)
+        # A rank's part may be empty, so no dimension is left to be inferred.
+        rows = bits.reshape(len(bits), math.prod(bits.shape[1:])) if bits.ndim else bits.reshape(1, 1)
         place = (torch.arange(rows.shape[0], device=rows.device) + offsets[0] + 1)[:, None] * 1_000_003
         place = place + (torch.arange(rows.shape[1], device=rows.device) + offsets[1] + 1)
         total = torch.zeros(2, dtype=torch.int64, device=rows.device)

@@ -5,6 +5,7 @@ with one message that names the key, the value it has, and what is allowed. It r
 torch, so that a typing mistake costs a second. config/*.yaml holds the defaults and explains the keys.
 """
 import difflib
+import functools
 import math
 import os
 import re
@@ -581,6 +582,7 @@ def joined_world() -> tuple[int, int, int, str] | None:
     return None
 
 
+@functools.cache
 def _defaults() -> dict:
     """Values of all keys in config.yaml and of the default fsdp group and blank model, flat."""
     flat = {}

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import models
@@ -119,7 +119,6 @@ def shard(model, blocks, mesh: DeviceMesh, config, frozen: bool, offload: bool) 
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=frozen, **options)
-    register_fsdp_forward_method(model, "response_logps")
     if fsdp.forward_prefetch:
         for index, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + fsdp.forward_prefetch])

@@ -82,6 +82,14 @@ class TextEncoder:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         return None if backend is None else backend.to_str()
 
+    @property
+    def is_fast(self) -> bool:
+        return self._serialized is not None
+
+    def __getstate__(self):
+        """Workers get the tokenizer and make their own copies of what was derived from it."""
+        return {key: value for key, value in vars(self).items() if key not in ("_plain", "_marked", "_inner")}
+
     def _fast(self, serialized: str, encode_special_tokens: bool):
         """A private copy of the fast tokenizer that does, or does not, treat control tokens in a text as plain text."""
         from tokenizers import Tokenizer

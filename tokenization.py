@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,10 +27,11 @@ from pathlib import Path
 import numpy as np
 
 import token_cache
-from preference_datasets import Source, open_source, setting
+from preference_datasets import Source, cache_folder, open_source, setting
 from row_formats import PromptGroup
 from text_encoding import Layout, TextEncoder, common_length, read_chat_template, tokenizer_threads
 from token_cache import ArrayFile, CacheWriteError
+from workers import ordered_map, worker_count
 
 FORMAT = 1  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
 CHUNK = 256  # groups that are encoded in one call
@@ -163,17 +164,11 @@ def _opened(folder: Path, name: str, split: str) -> TokenizedDataset:
     dataset = TokenizedDataset(folder, name, split)
     if not len(dataset):
         shown = ", ".join(f"{reason} {number}" for reason, number in dataset.counts.items() if number)
-        raise ValueError(f"data set {name}: no example is left in the {split} split ({shown})")
+        message = f"data set {name}: no example is left in the {split} split ({shown or 'no rows'})"
+        if split == "train":
+            raise ValueError(message)
+        dataset.notices.append(message)
     return dataset
-
-
-def cache_folder(config) -> Path:
-    """Where token caches live: data.cache_dir, else `tokens` in the first usable one of local_dirs."""
-    explicit = setting(config, "data.cache_dir")
-    if explicit:
-        return Path(explicit).expanduser() / "tokens"
-    local = [Path(str(each)).expanduser() for each in setting(config, "local_dirs", [".cache"])]
-    return next((each for each in local if each.is_dir()), local[-1]) / "tokens"
 
 
 def _write(source: Source, encoder, limits, sft, key, parent: Path, label, progress, workers) -> Path:
@@ -234,30 +229,39 @@ def tokenized_chunks(source: Source, encoder: TextEncoder, limits: Limits, sft: 
     bar = progress(None, f"tokenising {source.name} {source.split}", "prompts") if progress else nullcontext()
     encoder.counts.clear()
     groups = source.groups()
+    work: deque = deque()  # what each chunk of texts that is being encoded belongs to
 
-    def encoded(work):
-        return encoder.encode_layouts([layout for _, layout, _ in work])
-
-    def finished(work, all_ids):
-        done = [_fitted(group, layout, pairs, ids, encoder, limits, counts)
-                for (group, layout, pairs), ids in zip(work, all_ids)]
-        return [group for group in done if group is not None]
-
-    with tokenizer_threads(workers), ThreadPoolExecutor(1) as tokenizing, bar as shown:
-        pending = None
+    def laid_out():
         while chunk := list(islice(groups, CHUNK)):
-            work = [laid for group in chunk if (laid := _laid_out(group, encoder, sft, source, counts))]
-            following = (work, tokenizing.submit(encoded, work), len(chunk))
-            if pending:
-                yield finished(pending[0], pending[1].result())
-                if shown is not None:
-                    shown.update(pending[2])
-            pending = following
-        if pending:
-            yield finished(pending[0], pending[1].result())
+            work.append((len(chunk), [laid for group in chunk if (laid := _laid_out(group, encoder, sft, source, counts))]))
+            yield [layout for _, layout, _ in work[-1][1]]
+
+    with tokenizer_threads(workers), bar as shown:
+        if encoder.is_fast:
+            encoded = _one_ahead(encoder.encode_layouts, laid_out())
+        else:
+            encoded = ordered_map(TextEncoder.encode_layouts, laid_out(), worker_count(workers), encoder)
+        for all_ids in encoded:
+            read, laid = work.popleft()
+            done = [_fitted(group, layout, pairs, ids, encoder, limits, counts)
+                    for (group, layout, pairs), ids in zip(laid, all_ids)]
+            yield [group for group in done if group is not None]
             if shown is not None:
-                shown.update(pending[2])
+                shown.update(read)
     counts.update(encoder.counts)
+
+
+def _one_ahead(function, items):
+    """Yields function(item) for every item, computed in a thread while the next item is made ready."""
+    with ThreadPoolExecutor(1) as thread:
+        running = None
+        for item in items:
+            following = thread.submit(function, item)
+            if running:
+                yield running.result()
+            running = following
+        if running:
+            yield running.result()
 
 
 def _laid_out(group: PromptGroup, encoder: TextEncoder, sft: bool, source: Source, counts: Counter):
@@ -336,7 +340,9 @@ def _kept_start(prompt: list[int], prefix: list[int], encoder: TextEncoder) -> i
     """How many tokens at the prompt's start are no text: the BOS, added by the tokenizer or by the template."""
     if prefix:
         return len(prefix)
-    return int(bool(prompt) and prompt[0] == encoder.tokenizer.bos_token_id and encoder.prefix[:1] == prompt[:1])
+    bos = encoder.tokenizer.bos_token_id
+    # Some templates use the BOS as a turn's mark; one that occurs again is such a mark.
+    return int(prompt[0] == bos and (encoder.prefix == [bos] or prompt.count(bos) == 1))
 
 
 def cut_prompt(prompt: list[int], limits: Limits, start: int, header: int) -> list[int]:

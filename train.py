@@ -144,10 +144,15 @@ def make_run_folder(config: DictConfig) -> str:
 
 
 def discard_unused(run_dir: str) -> None:
-    """Remove a run folder that holds nothing but its config.yaml: the run ended before it wrote anything."""
-    if set(os.listdir(run_dir)) <= {"config.yaml"}:
-        if os.path.exists(os.path.join(run_dir, "config.yaml")):
-            os.remove(os.path.join(run_dir, "config.yaml"))
+    """Remove a run folder in which nothing was measured or saved yet: a mistake leaves no folder behind."""
+    try:
+        names = set(os.listdir(run_dir))
+    except OSError:
+        return
+    sizes = [os.path.getsize(os.path.join(run_dir, name)) for name in names & {"metrics.jsonl", "samples.jsonl"}]
+    if names <= {"config.yaml", "metrics.jsonl", "samples.jsonl", "notices.jsonl", "report.html"} and not any(sizes):
+        for name in names:
+            os.remove(os.path.join(run_dir, name))
         _remove_empty(run_dir, levels=1)
 
 
