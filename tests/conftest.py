@@ -1,0 +1,36 @@
+"""What all tests share: the project on the path, one thread a process, no network, and short ways to compose and run."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "2")  # not 1: that is what the launcher takes for "not chosen"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import pytest  # noqa: E402
+
+
+def compose_config(*overrides: str):
+    """The settings as the command line `python train.py OVERRIDES` composes them."""
+    import hydra
+
+    with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        return hydra.compose("config", overrides=list(overrides))
+
+
+@pytest.fixture
+def compose():
+    return compose_config
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Runs `python train.py ARGUMENTS` in an empty folder; gives the completed process."""
+    def run(*arguments: str, cwd=tmp_path, timeout: float = 60, **environment: str):
+        return subprocess.run([sys.executable, str(ROOT / "train.py"), *arguments], cwd=cwd, timeout=timeout, text=True,
+                              capture_output=True, env={**os.environ, **environment})
+    return run
