@@ -149,10 +149,10 @@ class Mixture:
         if shuffle == "pairs":
             return rng.permutation(order)
         if shuffle == "prompts":
-            prompts = np.concatenate([np.zeros((0, 2), dtype=np.int64)] + [
-                np.stack([np.full(len(dataset.examples), index), dataset.examples[:, 0]], axis=1)
-                for index, dataset in enumerate(self.datasets)])
-            first = np.unique(prompts, axis=0, return_inverse=True)[1].reshape(-1)[order]
+            # One number a prompt, unique over data sets.
+            prompts = np.concatenate([dataset.examples[:, 0].astype(np.int64) + (index << 32)
+                                      for index, dataset in enumerate(self.datasets)])
+            first = np.unique(prompts, return_inverse=True)[1][order]
             rank = rng.permutation(first.max(initial=-1) + 1)
             return order[np.argsort(rank[first], kind="stable")]
         assert shuffle is None, shuffle

@@ -150,7 +150,7 @@ class ReferenceCache:
             if values is not None and values.shape == nothing.shape and values.dtype == nothing.dtype:
                 return values
             self.notice(f"The reference cache file {path} is damaged or of another version: computing it anew.")
-        except (OSError, ValueError) as problem:
+        except (OSError, ValueError, EOFError) as problem:
             self.notice(f"The reference cache file {path} cannot be read ({problem}): computing it anew.")
         return nothing
 

@@ -109,7 +109,8 @@ def _attend(query, key, value, mask, scale, softcap, sinks) -> torch.Tensor:
         # While generating, the queries are the last of the keys' positions.
         ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         mask = ones.tril(scores.shape[-1] - scores.shape[-2])
-    scores = scores.float().masked_fill(~mask, float("-inf"))
+    # The least number and not -inf: a padding row that sees nothing must not become NaN and spread.
+    scores = scores.float().masked_fill(~mask, torch.finfo(torch.float32).min)
     if sinks is not None:
         column = sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)

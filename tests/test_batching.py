@@ -1,0 +1,455 @@
+"""Orders, steps, micro-batches and packed rows: what the data laws promise."""
+
+import itertools
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batching import Mixture, Segment, StepPlan, Unit, pack, pad, split_units
+
+
+class Data:
+    """A tokenised data set in memory: `groups` is [(prompt length, [response lengths], [(chosen, rejected)])]."""
+
+    def __init__(self, groups, seed=0):
+        rng = np.random.default_rng(seed)
+        draw = lambda n: rng.integers(1, 1000, n).astype(np.int32)  # noqa: E731
+        self.prompts = [draw(prompt) for prompt, _, _ in groups]
+        self.answers = [[draw(n) for n in lengths] for _, lengths, _ in groups]
+        self.examples = np.array([(g, *pair) for g, (_, _, pairs) in enumerate(groups) for pair in pairs],
+                                 dtype=np.int32).reshape(-1, 3)
+        self.first = np.cumsum([0] + [len(lengths) for _, lengths, _ in groups])
+        self.n_responses = int(self.first[-1])
+
+    def prompt(self, group):
+        return self.prompts[group]
+
+    def response(self, group, index):
+        return self.answers[group][index]
+
+    def response_id(self, group, index):
+        return int(self.first[group] + index)
+
+
+def pairs_data(n_groups, seed=0):
+    """Groups of 2 to 4 responses with every pair of them."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for _ in range(n_groups):
+        count = int(rng.integers(2, 5))
+        groups.append((int(rng.integers(1, 30)), rng.integers(1, 30, count).tolist(),
+                       list(itertools.combinations(range(count), 2))))
+    return Data(groups, seed)
+
+
+def plan_of(mixture, batch_size=4, **options):
+    return StepPlan(mixture, batch_size, **{"seed": 0, "shuffle": "pairs", "make_batch": list, **options})
+
+
+def numbers_of(plan):
+    return [plan.numbers(step).tolist() for step in range(plan.n_steps)]
+
+
+def flat(lists):
+    return [x for part in lists for x in part]
+
+
+# ---- Epochs: Law 3
+
+
+@given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=3).filter(any), batch_size=st.integers(1, 9),
+       seed=st.integers(0, 5), shuffle=st.sampled_from(["pairs", "prompts", None]), n_epochs=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_every_example_once_an_epoch(sizes, batch_size, seed, shuffle, n_epochs):
+    mixture = Mixture([pairs_data(n, seed=i) for i, n in enumerate(sizes)])
+    plan = plan_of(mixture, batch_size, seed=seed, shuffle=shuffle, n_epochs=n_epochs)
+    total = sum(len(d.examples) for d in mixture.datasets)
+    seen = flat(numbers_of(plan))
+    assert len(seen) == n_epochs * total == plan.n_examples
+    for epoch in range(n_epochs):
+        assert sorted(seen[epoch * total : (epoch + 1) * total]) == list(range(total))
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    def order(batch_size=4, n_ranks=1, seed=0):
+        plan = plan_of(Mixture([pairs_data(9), pairs_data(5, 1)]), batch_size, n_ranks=n_ranks, n_epochs=2, seed=seed)
+        return flat(numbers_of(plan))
+
+    base, total = order(), len(order()) // 2
+    assert order(batch_size=7) == order(n_ranks=4) == base
+    assert order(seed=1) != base
+    assert base[:total] != base[total:]
+    # As one epoch of a longer run, and asked for out of turn.
+    assert Mixture([pairs_data(9), pairs_data(5, 1)]).order(0, 1).tolist() == base[total:]
+
+
+def test_global_random_state_does_not_matter():
+    mixture = Mixture([pairs_data(9)])
+    np.random.seed(1)
+    first = mixture.order(0, 0)
+    np.random.seed(2)
+    assert (mixture.order(0, 0) == first).all()
+
+
+@pytest.mark.parametrize("shuffle", ["pairs", "prompts"])
+def test_shuffles_do_shuffle(shuffle):
+    mixture = Mixture([pairs_data(30)])
+    assert mixture.order(0, 0, shuffle).tolist() != list(range(mixture.epoch_size()))
+    assert mixture.order(0, 0, None).tolist() == list(range(mixture.epoch_size()))
+
+
+def test_shuffle_prompts_keeps_a_prompts_pairs_together():
+    # The first data set has more groups than examples, so that group numbers of the two overlap.
+    sparse = Data([(3, [2, 2], []), (3, [2, 2], [(0, 1)]), (3, [2, 2], []), (3, [2, 2, 2], [(0, 1), (2, 1)])])
+    mixture = Mixture([sparse, pairs_data(12)])
+    prompts = []
+    for number in mixture.order(3, 0, "prompts"):
+        index = int(number >= mixture.offsets[1])
+        prompts.append((index, int(mixture.datasets[index].examples[number - mixture.offsets[index], 0])))
+    assert len(list(itertools.groupby(prompts))) == len(set(prompts)) == 14
+
+
+def test_orders_of_large_data_sets_are_quick():
+    data = Data([(1, [1, 1], [])])
+    data.examples = np.stack([np.arange(200_000) // 3, np.zeros(200_000), np.ones(200_000)], axis=1).astype(np.int32)
+    start = time.perf_counter()
+    assert len(Mixture([data]).order(0, 0, "prompts")) == 200_000
+    assert time.perf_counter() - start < 2
+
+
+def test_weights_repeat_or_thin_a_data_set():
+    twice, half = pairs_data(5, 1), pairs_data(8, 2)
+    mixture = Mixture([twice, half], [2, 0.5])
+    edge, n_half = len(twice.examples), round(len(half.examples) / 2)
+    assert mixture.epoch_size() == 2 * edge + n_half
+    for epoch in range(3):
+        order = mixture.order(0, epoch).tolist()
+        assert sorted(x for x in order if x < edge) == sorted(2 * list(range(edge)))
+        taken = [x for x in order if x >= edge]
+        assert len(taken) == len(set(taken)) == n_half
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.3, 1.7])
+def test_fractional_weights_see_all_examples_equally_often(weight):
+    mixture = Mixture([pairs_data(10)], [weight])
+    seen = flat(mixture.order(0, epoch).tolist() for epoch in range(7))
+    counts = np.bincount(seen, minlength=len(mixture.datasets[0].examples))
+    assert counts.max() - counts.min() <= 1
+
+
+def test_half_weight_takes_the_other_half_next_epoch():
+    mixture = Mixture([Data([(2, [2, 2], [(0, 1)])] * 10)], [0.5])
+    assert sorted([*mixture.order(0, 0), *mixture.order(0, 1)]) == list(range(10))
+
+
+# ---- Steps
+
+
+def test_the_last_step_of_an_epoch_is_smaller_and_never_dropped():
+    mixture = Mixture([Data([(2, [2, 2], [(0, 1)])] * 10)])
+    plan = plan_of(mixture, 4, n_epochs=2)
+    assert [len(part) for part in numbers_of(plan)] == [4, 4, 2, 4, 4, 2]
+    assert [plan.examples_before(step) for step in range(plan.n_steps + 1)] == [0, 4, 8, 10, 14, 18, 20]
+    assert [plan.step(i).epoch for i in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [plan.step(i).n_examples for i in range(6)] == [4, 4, 2, 4, 4, 2]
+
+
+@pytest.mark.parametrize("n_epochs, n_examples, sizes", [
+    (None, 13, [4, 4, 2, 3]), (1, 13, [4, 4, 2]), (5, 13, [4, 4, 2, 3]), (None, 3, [3]), (None, 20, [4, 4, 2, 4, 4, 2]),
+    (None, 10, [4, 4, 2]), (2, 9, [4, 4, 1])])
+def test_n_examples_ends_a_run_anywhere(n_epochs, n_examples, sizes):
+    plan = plan_of(Mixture([Data([(2, [2, 2], [(0, 1)])] * 10)]), 4, n_epochs=n_epochs, n_examples=n_examples)
+    assert [len(part) for part in numbers_of(plan)] == sizes
+    assert plan.n_steps == len(sizes) and plan.n_examples == sum(sizes) == plan.examples_before(plan.n_steps)
+
+
+def test_batch_larger_than_the_data():
+    plan = plan_of(Mixture([Data([(2, [2, 2], [(0, 1)])] * 3)]), 100, n_epochs=2)
+    assert [len(part) for part in numbers_of(plan)] == [3, 3]
+
+
+def test_no_examples_is_an_error_that_says_so():
+    for mixture in (Mixture([Data([(2, [2, 2], [])])]), Mixture([pairs_data(3)], [0])):
+        with pytest.raises(ValueError, match="no example.*data.weights"):
+            plan_of(mixture)
+
+
+def same_batch(a, b):
+    return (a is None and b is None) or all(
+        torch.equal(value, vars(b)[name]) for name, value in vars(a).items() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("start, stop", [(0, None), (3, None), (2, 5)])
+def test_steps_by_number_equal_steps_in_turn(start, stop):
+    options = dict(make_batch=pack, n_epochs=2, n_ranks=2, rank=1, budget=100)
+    plan = plan_of(Mixture([pairs_data(6)]), 5, **options)
+    stop = plan.n_steps if stop is None else stop
+    in_turn = list(plan.steps(start, stop))
+    assert [step.number for step in in_turn] == list(range(start, stop))
+    for step in reversed(in_turn):  # backwards: nothing may hang on what was asked before
+        again = plan_of(Mixture([pairs_data(6)]), 5, **options).step(step.number)
+        assert (again.epoch, again.n_examples) == (step.epoch, step.n_examples)
+        assert len(again.micro_batches) == len(step.micro_batches)
+        assert all(map(same_batch, again.micro_batches, step.micro_batches))
+
+
+def test_numbers_may_be_asked_for_while_the_next_epoch_is_prepared():
+    plan = plan_of(Mixture([Data([(2, [2, 2], [(0, 1)])] * 8)]), 4, n_epochs=50)
+    expected = numbers_of(plan)
+    wrong, order = [], plan.mixture.order
+
+    def slow(*arguments):
+        result = order(*arguments)
+        time.sleep(0.0005)
+        return result
+
+    plan.mixture.order = slow
+
+    def ask(offset):
+        for step in range(offset, plan.n_steps, 2):
+            if plan.numbers(step).tolist() != expected[step]:
+                wrong.append(step)
+
+    threads = [threading.Thread(target=ask, args=(offset,)) for offset in (0, 1, 0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_steps_prepare_ahead_and_stop_cleanly():
+    prepared = []
+    plan = plan_of(Mixture([Data([(2, [2, 2], [(0, 1)])] * 12)]), 4, make_batch=lambda units: prepared.append(1))
+    iterator = plan.steps()
+    next(iterator)
+    deadline = time.time() + 5
+    while len(prepared) < 2 and time.time() < deadline:
+        time.sleep(0.001)
+    assert len(prepared) == 2  # the next one, while this one runs, and no further
+    before = threading.active_count()
+    iterator.close()
+    assert threading.active_count() < before
+
+
+def test_errors_while_preparing_reach_the_caller():
+    def broken(units):
+        raise ValueError("row 7 of x.jsonl")
+
+    with pytest.raises(ValueError, match="row 7"):
+        list(plan_of(Mixture([pairs_data(3)]), make_batch=broken).steps())
+
+
+# ---- Units
+
+
+def test_units_hold_each_response_once():
+    data = Data([(3, [2, 4, 5], [(0, 1), (2, 1), (0, 2)]), (4, [6, 1], [(1, 0)])])
+    first, second = Mixture([data]).units(np.array([1, 3, 0, 2]))
+    assert (first.group, second.group) == (0, 1)
+    assert first.response_ids == [2, 1, 0] and second.response_ids == [4, 3]
+    assert [r.tolist() for r in first.responses] == [data.answers[0][i].tolist() for i in (2, 1, 0)]
+    assert first.pairs == [(0, 1), (2, 1), (2, 0)] and second.pairs == [(0, 1)]
+    assert first.cost() == 3 + 11 and first.cost(share_prefix=False) == 9 + 11
+
+
+def test_units_of_two_data_sets_stay_apart():
+    one, two = pairs_data(2, 1), pairs_data(2, 2)
+    units = Mixture([one, two]).units(np.array([0, len(one.examples)]))
+    assert [(unit.dataset, unit.group) for unit in units] == [(0, 0), (1, 0)]
+    assert [unit.prompt.tolist() for unit in units] == [one.prompts[0].tolist(), two.prompts[0].tolist()]
+
+
+def test_sft_examples_have_no_rejected_response():
+    data = Data([(3, [2], [(0, -1)]), (1, [4], [(0, -1)])])
+    batch = pack(Mixture([data]).units(np.array([0, 1])))
+    assert batch.pairs.tolist() == [[0, -1], [1, -1]] and batch.lengths.tolist() == [2, 4]
+
+
+def test_units_of_a_step_are_quick():
+    mixture = Mixture([pairs_data(40)])
+    numbers = mixture.order(0, 0)[:64]
+    start = time.perf_counter()
+    for _ in range(10):
+        pack(mixture.units(numbers))
+    assert (time.perf_counter() - start) / 10 < 0.05
+
+
+# ---- Micro-batches
+
+
+def some_units(costs):
+    return [Unit(0, i, np.ones(1, np.int32), [np.ones(cost - 1, np.int32)], [i], [(0, -1)])
+            for i, cost in enumerate(costs)]
+
+
+@given(costs=st.lists(st.integers(2, 60), min_size=1, max_size=30), n_ranks=st.integers(1, 4),
+       budget=st.integers(1, 120), wanted=st.integers(1, 8))
+@settings(max_examples=200, deadline=None)
+def test_split_units(costs, n_ranks, budget, wanted):
+    units = some_units(costs)
+    slots = split_units(units, n_ranks, budget, wanted)
+    assert all(len(slot) == n_ranks for slot in slots)  # every rank has as many micro-batches as the others
+    assert sorted(unit.group for slot in slots for part in slot for unit in part) == list(range(len(costs)))
+    assert all(any(slot) for slot in slots)  # none is empty on all ranks
+    for part in flat(slots):
+        assert sum(unit.cost() for unit in part) <= budget or len(part) == 1
+    assert len(slots) >= min(wanted, len(costs))
+    # A function of the units, not of the order they come in.
+    again = split_units(units[::-1], n_ranks, budget, wanted)
+    assert [[[u.group for u in part] for part in slot] for slot in again] == [
+        [[u.group for u in part] for part in slot] for slot in slots]
+
+
+@pytest.mark.parametrize("n_units, wanted, sizes", [(8, 1, [8]), (8, 2, [4, 4]), (5, 4, [2, 1, 1, 1]),
+                                                    (5, 3, [2, 2, 1]), (2, 4, [1, 1])])
+def test_gradient_accumulation_cuts_a_step(n_units, wanted, sizes):
+    slots = split_units(some_units([10] * n_units), 1, 10**6, wanted)
+    assert [len(part) for slot in slots for part in slot] == sizes
+
+
+def test_budget_cuts_and_a_longer_unit_runs_alone():
+    slots = split_units(some_units([50, 10, 10, 10, 10]), 1, 25)
+    assert [[unit.cost() for unit in slot[0]] for slot in slots] == [[50], [10, 10], [10, 10]]
+
+
+def test_micro_batches_hold_units_of_like_length():
+    slots = split_units(some_units([9, 30, 8, 31, 10, 29]), 1, 90)
+    assert [sorted(unit.cost() for unit in slot[0]) for slot in slots] == [[29, 30, 31], [8, 9, 10]]
+
+
+def test_work_is_balanced_over_ranks():
+    rng = np.random.default_rng(0)
+    slots = split_units(some_units(rng.integers(20, 200, 200).tolist()), 4, 2048)
+    loads = np.array([[sum(u.cost() for u in part) for part in slot] for slot in slots])
+    assert loads.sum(0).max() < 1.05 * loads.sum(0).mean()
+    assert len(slots) <= 1.25 * loads.sum() / (4 * 2048) + 1  # micro-batches are full
+
+
+def test_all_ranks_together_hold_the_step():
+    mixture = Mixture([pairs_data(20)])
+    plans = [plan_of(mixture, 16, rank=rank, n_ranks=3, budget=150) for rank in range(3)]
+    for number in range(plans[0].n_steps):
+        steps = [plan.step(number) for plan in plans]
+        assert len({len(step.micro_batches) for step in steps}) == 1
+        found = sorted((unit.group, response) for step in steps for units in step.micro_batches for unit in units
+                       for response in unit.response_ids)
+        units = mixture.units(plans[0].numbers(number))
+        assert found == sorted((unit.group, response) for unit in units for response in unit.response_ids)
+        assert sum(len(unit.pairs) for step in steps for units in step.micro_batches for unit in units
+                   ) == steps[0].n_examples
+
+
+def test_a_rank_without_units_gets_none():
+    plan = plan_of(Mixture([Data([(2, [2, 2], [(0, 1)])])]), 1, n_ranks=2, rank=1, make_batch=pack)
+    assert plan.step(0).micro_batches == [None]
+
+
+# ---- Layouts
+
+
+def naive_scores(batch, unit_list):
+    """(context, target) of every scored token by the definition: prompt and response so far, then the token."""
+    return [((*unit.prompt.tolist(), *response[:i].tolist()), int(response[i]))
+            for unit in unit_list for response in unit.responses for i in range(len(response))]
+
+
+def visible_context(batch, predictor):
+    """Tokens that a packed row lets a position see, from its segments, in order."""
+    row, cursor = batch.input_ids[0].tolist(), 0
+    for segment in batch.segments:
+        prompt, start = row[cursor : cursor + segment.prompt], cursor
+        cursor += segment.prompt
+        if predictor < cursor:
+            return tuple(row[start : predictor + 1])
+        for n in segment.responses:
+            if predictor < cursor + n:
+                return (*prompt, *row[cursor : predictor + 1])
+            cursor += n
+    raise AssertionError(predictor)
+
+
+unit_lists = st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=4)),
+                      min_size=1, max_size=4)
+
+
+def build_units(shapes):
+    data = Data([(prompt, lengths, [(i, (i + 1) % len(lengths)) for i in range(len(lengths))])
+                 for prompt, lengths in shapes])
+    return Mixture([data]).units(np.arange(len(data.examples)))
+
+
+@given(shapes=unit_lists, share=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_packed_rows_hold_what_the_definition_says(shapes, share):
+    units = build_units(shapes)
+    batch = pack(units, share_prefix=share)
+    expected = naive_scores(batch, units)
+    assert batch.targets.tolist() == [target for _, target in expected]
+    assert [visible_context(batch, p) for p in batch.predictors.tolist()] == [context for context, _ in expected]
+    # A position is the number of tokens before it in its own prompt + response.
+    for place, position in enumerate(batch.position_ids[0].tolist()):
+        assert position == len(visible_context(batch, place)) - 1
+    assert batch.input_ids.shape == (1, sum(unit.cost(share) for unit in units))
+    assert batch.n_tokens == batch.input_ids.numel() and batch.attention_mask is None
+    assert batch.segments == [Segment(len(u.prompt), tuple(map(len, rs))) for u in units
+                              for rs in ([u.responses] if share else [[r] for r in u.responses])]
+
+
+@given(shapes=unit_lists)
+@settings(max_examples=80, deadline=None)
+def test_padded_rows_hold_what_the_definition_says(shapes):
+    units = build_units(shapes)
+    batch = pad(units, pad_token_id=0)
+    expected = naive_scores(batch, units)
+    assert batch.targets.tolist() == [target for _, target in expected]
+    width = batch.input_ids.shape[1]
+    contexts = [tuple(batch.input_ids[p // width, : p % width + 1].tolist()) for p in batch.predictors.tolist()]
+    assert contexts == [context for context, _ in expected]
+    rows = [[*unit.prompt.tolist(), *response.tolist()] for unit in units for response in unit.responses]
+    assert batch.attention_mask.sum(1).tolist() == list(map(len, rows)) and width == max(map(len, rows))
+    for row, ids, mask, positions in zip(rows, batch.input_ids, batch.attention_mask, batch.position_ids):
+        assert ids.tolist() == row + [0] * (width - len(row))
+        assert mask.tolist() == [1] * len(row) + [0] * (width - len(row))
+        assert positions[: len(row)].tolist() == list(range(len(row)))
+    assert batch.n_tokens == sum(map(len, rows)) and batch.segments is None
+
+
+@given(shapes=unit_lists)
+@settings(max_examples=40, deadline=None)
+def test_what_does_not_depend_on_the_layout(shapes):
+    units = build_units(shapes)
+    for batch in (pack(units), pack(units, share_prefix=False), pad(units, 0)):
+        lengths = [len(response) for unit in units for response in unit.responses]
+        assert batch.lengths.tolist() == batch.lengths_list == lengths
+        assert batch.response_of.tolist() == flat([i] * n for i, n in enumerate(lengths))
+        assert batch.keys == [(0, i) for unit in units for i in unit.response_ids]
+        # A pair's two responses, found through the batch, are those of its unit.
+        parts = batch.targets.split(lengths)
+        found = [(parts[c].tolist(), parts[r].tolist()) for c, r in batch.pairs.tolist()]
+        assert found == [(u.responses[c].tolist(), u.responses[r].tolist()) for u in units for c, r in u.pairs]
+        assert batch.datasets.tolist() == [0] * len(found)
+
+
+def test_no_units_make_no_batch():
+    assert pack([]) is None and pad([], 0) is None
+
+
+@pytest.mark.parametrize("prompt, response", [(0, 3), (3, 0)])
+def test_an_empty_prompt_or_response_is_never_packed(prompt, response):
+    unit = Unit(0, 0, np.ones(prompt, np.int32), [np.ones(response, np.int32)], [0], [(0, -1)])
+    for layout in (pack, partial(pad, pad_token_id=0)):
+        with pytest.raises(AssertionError):
+            layout([unit])
+
+
+def test_to_moves_every_tensor():
+    batch = pack(build_units([(3, [2, 2])])).to("meta")
+    assert all(value.device.type == "meta" for value in vars(batch).values() if isinstance(value, torch.Tensor))
+    assert batch.lengths_list == [2, 2]
