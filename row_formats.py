@@ -233,9 +233,17 @@ def parse_se(row: dict, sft: bool) -> PromptGroup | str:
 # ---- formats told from the columns -------------------------------------------------------------------------------
 
 def parse_preferences(row: dict, sft: bool) -> PromptGroup | str:
-    """{prompt, chosen, rejected} or {chosen, rejected}, each text or a conversation."""
+    """{prompt, chosen, rejected}, each text or a conversation."""
+    return _preferences(column(row, "prompt"), row)
+
+
+def parse_implicit(row: dict, sft: bool) -> PromptGroup | str:
+    """{chosen, rejected} that begin with their prompt: whole dialogues in the layout of HH, or whole conversations."""
+    return _preferences(None, row)
+
+
+def _preferences(prompt, row: dict) -> PromptGroup | str:
     chosen, rejected = column(row, "chosen"), column(row, "rejected")
-    prompt = row.get("prompt")
     conversations = is_conversation(chosen), is_conversation(rejected)
     if conversations == (True, True):
         return _conversation_pair(prompt, _turns(chosen, "chosen"), _turns(rejected, "rejected"))
@@ -245,7 +253,7 @@ def parse_preferences(row: dict, sft: bool) -> PromptGroup | str:
     chosen, rejected = text_of(chosen, "chosen"), text_of(rejected, "rejected")
     if is_conversation(prompt):
         return pair_group(_prompt_messages(prompt), chosen, rejected)
-    if "prompt" not in row:
+    if prompt is None and "prompt" not in row:
         return split_dialogues(chosen, rejected)
     prompt = text_of(prompt, "prompt")
     if ASSISTANT in prompt and chosen.startswith(prompt) and rejected.startswith(prompt):
@@ -358,7 +366,8 @@ def _sft_group(prompt, target: str) -> PromptGroup | str:
 FORMATS = {  # the columns that tell a format -> its parser, whether it has pairs, the columns it reads
     ("prompt", "responses", "pairs"): (parse_groups, True, ("prompt", "responses", "pairs", "sft_target")),
     ("prompt", "responses", "sft_target"): (parse_groups, False, ("prompt", "responses", "pairs", "sft_target")),
-    ("chosen", "rejected"): (parse_preferences, True, ("prompt", "chosen", "rejected")),
+    ("prompt", "chosen", "rejected"): (parse_preferences, True, ("prompt", "chosen", "rejected")),
+    ("chosen", "rejected"): (parse_implicit, True, ("chosen", "rejected")),
     ("messages",): (parse_messages, False, ("messages",)),
     ("prompt", "completion"): (parse_completion, False, ("prompt", "completion")),
     ("history", "human_ref_A", "human_ref_B", "labels", "score_A", "score_B"): (

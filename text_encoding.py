@@ -141,32 +141,39 @@ class TextEncoder:
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
         """Ids of whole texts, without BOS or EOS; nothing in them is a control token."""
-        if self._plain is not None:
+        if self.is_fast:
             encoded = [each.ids for each in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
         else:
-            encoded = [list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-                       for text in texts]
+            encoded = [self._slow_ids(text, plain=True) for text in texts]
         for index, ids in enumerate(encoded):
-            if not self._forbidden.isdisjoint(ids) and self._control_text.search(texts[index]):
-                encoded[index] = self._broken_up(texts[index])
+            if self._spells_control(texts[index], ids):
+                encoded[index] = self._broken_up(texts[index], at_start=True)
         return encoded
 
-    def _broken_up(self, text: str) -> list[int]:
-        """Encodes a text whose control-like words are words of the vocabulary too: each is cut after its first character."""
+    def _slow_ids(self, text: str, plain: bool) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain))
+
+    def _spells_control(self, text: str, ids: list[int]) -> bool:
+        """Whether control-like words of a text got their control ids, because they are words of the vocabulary too."""
+        return not self._forbidden.isdisjoint(ids) and self._control_text.search(text) is not None
+
+    def _broken_up(self, text: str, at_start: bool) -> list[int]:
+        """Ids of a text in which each control-like word is cut after its first character."""
         cuts = [0] + [match.start() + 1 for match in self._control_text.finditer(text)] + [len(text)]
         ids = []
         for start, end in zip(cuts, cuts[1:]):
-            piece = text[start:end]
-            if piece:
-                ids += (self._plain.encode(piece, add_special_tokens=False).ids if self._plain is not None else
-                        self.tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True))
+            if not self.is_fast:
+                ids += self._slow_ids(text[start:end], plain=True)
+            elif start < end:
+                first = at_start and start == 0
+                ids += (self._plain if first else self._inner).encode(text[start:end], add_special_tokens=False).ids
         return ids
 
     def encode_marked(self, texts: list[str]) -> list[list[int]]:
         """Ids of rendered conversations: control tokens written in these texts are control tokens."""
-        if self._marked is not None:
+        if self.is_fast:
             return [each.ids for each in self._marked.encode_batch_fast(texts, add_special_tokens=False)]
-        return [list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)) for text in texts]
+        return [self._slow_ids(text, plain=False) for text in texts]
 
     def encode_stood_for(self, text: str, stood_for: dict[str, str]) -> list[int]:
         """Ids of a rendered conversation in which stand-ins take the place of control-like text in the messages."""
@@ -184,9 +191,9 @@ class TextEncoder:
                 run = run.replace(stand_in, original)
             if not run:
                 continue
-            if self._inner is not None and index > 0:
+            if self.is_fast and index > 0:
                 encoded = self._inner.encode(run, add_special_tokens=False).ids
-                ids += encoded if self._forbidden.isdisjoint(encoded) else self._broken_up(run)
+                ids += self._broken_up(run, at_start=False) if self._spells_control(run, encoded) else encoded
             else:
                 ids += self.encode_plain([run])[0]
         return ids

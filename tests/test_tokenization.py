@@ -1,0 +1,627 @@
+"""Token rules: where a prompt ends, which ids end a response, what is cut, and what the cache may serve."""
+
+import json
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+import preference_datasets
+import text_encoding
+import tokenization
+from preference_datasets import PromptGroup, register_dataset
+from text_encoding import TextEncoder
+from tokenization import Limits, load_tokenized
+
+ROOT = Path(__file__).resolve().parent.parent
+REAL_HH = ROOT.parent / "shared" / "data" / "hh-rlhf"
+CASES = ROOT.parent / "shared" / "cases" / "losses.json"
+H, A = "\n\nHuman:", "\n\nAssistant:"
+CORPUS = [f"{H} Is the sky blue? yes yellow yes yellow{A} The sky is blue and the sun is yellow.", "user assistant system",
+          "a good answer and a bad answer, the quick brown fox jumps over the lazy dog"] * 20
+EOS, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+LLAMA3 = ("{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n\n{{ m['content'] | trim }}<|im_end|>"
+          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}")
+LLAMA2 = ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+          "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] | trim + ' [/INST]' }}"
+          "{% else %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}")
+
+
+def byte_level(bos=None, adds_bos=False, template=None, prefix_space=False):
+    """A small GPT-2-like tokenizer."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    inner.decoder = decoders.ByteLevel()
+    special = [EOS, START, END] + ([bos] if bos else [])
+    inner.train_from_iterator(CORPUS, trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    if adds_bos:
+        inner.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[
+            (bos, inner.token_to_id(bos))])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=bos, eos_token=EOS, chat_template=template,
+                                   additional_special_tokens=[START, END])
+
+
+def metaspace(scheme="first", kind="bpe", template=None):
+    """A small Llama-like tokenizer: word marks, a BOS of its own, byte fallback."""
+    special = ["<unk>", "<s>", "</s>"]
+    if kind == "bpe":
+        inner = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=True)
+        inner.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, show_progress=False, special_tokens=special))
+        state = json.loads(inner.to_str())  # the trainer knows no byte tokens, so they are added by hand
+        state["pre_tokenizer"]["split"] = False  # words were split to learn from, and are not split to encode
+        vocabulary = state["model"]["vocab"]
+        vocabulary.update({f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)})
+        inner = Tokenizer.from_str(json.dumps(state))
+    else:  # a Unigram model can spell its own control tokens
+        pieces = special + list("\u2581abcdefghijklmnopqrstuvwxyz?.<>/\n:ISHATQ") + ["\u2581the", "\u2581answer"]
+        inner = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+                                   chat_template=template)
+
+
+TOKENIZERS = {"byte-level": byte_level, "with BOS": lambda: byte_level("<|bos|>", True),
+              "BOS never added": lambda: byte_level("<|bos|>"), "prefix space": lambda: byte_level(prefix_space=True),
+              "metaspace": metaspace, "metaspace always": lambda: metaspace("always"),
+              "unigram": lambda: metaspace(kind="unigram"), "slow": ByT5Tokenizer}
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    return {name: make() for name, make in TOKENIZERS.items()}
+
+
+@pytest.fixture(scope="module")
+def gpt2(tokenizers):
+    return tokenizers["byte-level"]
+
+
+def config(tmp_path, max_length=512, max_prompt_length=256, **data):
+    return {"max_length": max_length, "max_prompt_length": max_prompt_length,
+            "data": {"cache_dir": str(tmp_path / "cache"), "test_fraction": 0.0, "num_workers": 1, **data}}
+
+
+def dump(tmp_path, rows, name="data.jsonl") -> str:
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / name)
+
+
+def load(tmp_path, rows, tokenizer, sft=False, **options):
+    return load_tokenized(dump(tmp_path, rows), "train", tokenizer, config(tmp_path, **options), sft)
+
+
+def pair(prompt="Is the sky blue?", chosen="yellow", rejected="yes"):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def segments(dataset, group=0):
+    return [dataset.prompt(group).tolist()] + [dataset.response(group, i).tolist()
+                                               for i in range(dataset.n_group_responses(group))]
+
+
+def plain(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+# ---- the handed cases --------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(not CASES.is_file(), reason="the handed cases are not here")
+def test_every_handed_case_has_its_test():
+    cases = [case["case"] for case in json.loads(CASES.read_text())["tokens"]]
+    starts = ("prompt 'Is the sky blue?'", "a response that contains the text", "prompt 100 tokens", "an HH row whose")
+    assert all(case.startswith(start) for case, start in zip(cases, starts, strict=True))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_shared_beginning_stays_in_both_responses(tmp_path, tokenizers, name):
+    tokenizer = tokenizers[name]
+    dataset = load(tmp_path, [pair()], tokenizer)
+    prompt, chosen, rejected = segments(dataset)
+    bos = [] if "BOS" == name or tokenizer.bos_token_id is None or name == "BOS never added" else [tokenizer.bos_token_id]
+    assert prompt == bos + plain(tokenizer, "Is the sky blue?")
+    assert prompt + chosen == bos + plain(tokenizer, "Is the sky blue?yellow") + [tokenizer.eos_token_id]
+    assert prompt + rejected == bos + plain(tokenizer, "Is the sky blue?yes") + [tokenizer.eos_token_id]
+    assert "ye" in tokenizer.decode(chosen) and "ye" in tokenizer.decode(rejected)
+    assert dataset.examples.tolist() == [[0, 0, 1]] and not dataset.truncated.any()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_text_that_looks_like_control_tokens_is_text(tmp_path, tokenizers, name):
+    tokenizer = tokenizers[name]
+    lookalikes = "".join(tokenizer.all_special_tokens) + START + END
+    rows = [pair(f"q{lookalikes}?", f" a{tokenizer.eos_token} b {lookalikes}", f"{tokenizer.eos_token}")]
+    dataset = load(tmp_path, rows, tokenizer, max_length=10**4)
+    control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    prompt, *responses = segments(dataset)
+    bos = tokenizer.bos_token_id
+    assert [token for token in prompt if token in control] == [bos] * (prompt[0] == bos)
+    for response in responses:
+        assert [token for token in response if token in control] == [tokenizer.eos_token_id]
+        assert response[-1] == tokenizer.eos_token_id and len(response) > 2
+    if tokenizer.unk_token_id not in prompt + responses[0]:
+        # lstrip: word marks are not always told from blanks at a text's start
+        words = tokenizer.decode(prompt[prompt[0] == bos:], skip_special_tokens=False) + tokenizer.decode(responses[0][:-1])
+        assert words.replace(" ", "") == (rows[0]["prompt"] + rows[0]["chosen"]).replace(" ", "")
+    assert dataset.counts["texts_with_control_lookalikes"] == 3
+
+
+def test_prompt_100_response_450_leaves_412_and_no_eos(tmp_path, gpt2):
+    prompt, chosen = " the" * 100, " sky" * 450
+    assert len(plain(gpt2, prompt)) == 100 and len(plain(gpt2, prompt + chosen)) == 550
+    dataset = load(tmp_path, [pair(prompt, chosen, " sky is")], gpt2)
+    kept, long, short = segments(dataset)
+    assert (len(kept), len(long)) == (100, 412) and gpt2.eos_token_id not in long and short[-1] == gpt2.eos_token_id
+    assert dataset.truncated.tolist() == [True, False] and dataset.counts["responses_cut"] == 1
+    assert "prompts_cut" not in dataset.counts
+
+
+def test_diverging_hh_rows_are_dropped_and_counted(tmp_path, gpt2):
+    rows = [{"chosen": f"{H} hi{A} one{H} go on{A} yes", "rejected": f"{H} hi{A} two{H} go on{A} no"},
+            {"chosen": f"{H} hi{A} yes", "rejected": f"{H} hi{A} no"}]
+    dataset = load(tmp_path, rows, gpt2)
+    assert len(dataset) == 1 and dataset.counts["dropped_diverged"] == 1 and dataset.rows.tolist() == [2]
+
+
+# ---- prompt | response -------------------------------------------------------------------------------------------
+
+def test_a_merge_across_the_boundary_shares_the_common_prefix(tmp_path, gpt2):
+    # "a good answ" + "er" is one word to the tokenizer; "a good answ" + "!" is not.
+    dataset = load(tmp_path, [pair("a good answ", "er", "!")], gpt2)
+    prompt, chosen, rejected = segments(dataset)
+    eos = [gpt2.eos_token_id]
+    assert prompt + chosen == plain(gpt2, "a good answer") + eos and prompt + rejected == plain(gpt2, "a good answ!") + eos
+    assert len(prompt) < len(plain(gpt2, "a good answ")) and dataset.counts["merged_boundaries"] == 1
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_an_empty_prompt_still_has_a_token_before_the_response(tmp_path, tokenizers, name):
+    tokenizer = tokenizers[name]
+    prompt, chosen, _ = segments(load(tmp_path, [pair("", "yes", "no")], tokenizer))
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    assert prompt == [start] and chosen == plain(tokenizer, "yes") + [tokenizer.eos_token_id]
+
+
+FUZZ_TEXT = st.one_of(st.text(max_size=12), st.sampled_from(["ye", "yellow", EOS, END, "</s>", "<s>", " ", "\n\n", "answ"]))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(name=st.sampled_from(list(TOKENIZERS)), prompt=FUZZ_TEXT, responses=st.lists(FUZZ_TEXT, min_size=2, max_size=3,
+                                                                                    unique=True),
+       max_length=st.integers(2, 20), max_prompt_length=st.integers(1, 12), keep=st.sampled_from(["keep_end", "keep_start"]))
+def test_fuzz_token_groups(tokenizers, name, prompt, responses, max_length, max_prompt_length, keep):
+    encoder = TextEncoder(tokenizers[name])
+    pairs = [(0, number) for number in range(1, len(responses))]
+    group = PromptGroup(prompt, responses, pairs, responses[0])
+    try:
+        source = type("Source", (), {"name": "x", "split": "train", "groups": lambda self: iter([group])})()
+        chunks = list(tokenization.tokenized_chunks(source, encoder, Limits(max_length, max_prompt_length, keep), False,
+                                                    counts := tokenization.Counter()))
+    except UnicodeEncodeError:
+        assert any(0xD800 <= ord(character) < 0xE000 for text in [prompt, *responses] for character in text)
+        return
+    for result in (group for chunk in chunks for group in chunk):
+        assert result.prompt and len(result.prompt) <= max(max_prompt_length, 1) or len(result.prompt) <= max_length
+        for response, cut in zip(result.responses, result.truncated):
+            assert response and len(result.prompt) + len(response) <= max_length
+            assert cut == (response[-1] != encoder.eos_id) and response.count(encoder.eos_id) == (not cut)
+        assert all(result.responses[a] != result.responses[b] for a, b in result.pairs)
+    assert sum(len(g.pairs) for chunk in chunks for g in chunk) + sum(
+        counts[reason] for reason in ("dropped_no_room", "dropped_identical_tokens")) == len(pairs)
+
+
+# ---- cutting -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["byte-level", "with BOS", "metaspace", "slow"])
+@pytest.mark.parametrize("keep", ["keep_end", "keep_start"])
+def test_a_cut_prompt_keeps_bos_header_and_the_right_end(tmp_path, tokenizers, name, keep):
+    tokenizer = tokenizers[name]
+    text = H + " the sky" * 60 + A
+    dataset = load(tmp_path, [pair(text, " yes" * 60, " no")], tokenizer, truncation=keep, max_length=100,
+                   max_prompt_length=50)
+    whole = plain(tokenizer, text)
+    header = len(whole) - text_encoding.common_length(plain(tokenizer, text[:-len(A)]), whole)
+    prompt, chosen, rejected = segments(dataset)
+    bos = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
+    room = 50 - len(bos)
+    body = whole[-room:] if keep == "keep_end" else whole[:room - header] + whole[-header:]
+    assert prompt == bos + body and tokenizer.decode(prompt).endswith("Assistant:") and len(prompt) == 50
+    assert len(chosen) == 50 and tokenizer.eos_token_id not in chosen and rejected[-1] == tokenizer.eos_token_id
+    assert dataset.counts["prompts_cut"] == 1 and dataset.counts["responses_cut"] == 1
+
+
+def test_a_long_prompt_that_fits_is_not_cut(tmp_path, gpt2):
+    dataset = load(tmp_path, [pair(" the" * 90, " sky", " fox")], gpt2, max_length=92, max_prompt_length=10)
+    assert len(dataset.prompt(0)) == 90 and not dataset.truncated.any()
+    dataset = load(tmp_path, [pair(" the" * 90, " sky", " fox")], gpt2, max_length=91, max_prompt_length=10)
+    assert len(dataset.prompt(0)) == 10 and not dataset.truncated.any()
+
+
+def test_overlong_rows_can_be_dropped_or_refused(tmp_path, gpt2):
+    rows = [pair(" the" * 10, " sky" * 30, " sky"), {**pair(" a", " sky", " fox")}]
+    dataset = load(tmp_path, rows, gpt2, max_length=20, on_overlong="drop")
+    assert len(dataset) == 1 and dataset.counts["dropped_overlong"] == 1 and dataset.n_groups == 1
+    with pytest.raises(ValueError, match="row 1: prompt of 10 . response of 31 tokens exceed max_length=20"):
+        load(tmp_path, rows, gpt2, max_length=20, on_overlong="error")
+
+
+def test_a_response_without_room_is_dropped_and_counted(tmp_path, gpt2):
+    rows = [pair(" the" * 40, " sky", " fox"), pair(" a", " sky", " fox")]
+    dataset = load(tmp_path, rows, gpt2, max_length=10, max_prompt_length=10)
+    assert dataset.counts["dropped_no_room"] == 1 and len(dataset) == 1
+    with pytest.raises(ValueError, match="no example is left in the train split .*dropped_no_room 1"):
+        load(tmp_path, rows[:1], gpt2, max_length=10, max_prompt_length=10)
+
+
+def test_pairs_that_a_cut_made_equal_are_dropped(tmp_path, gpt2):
+    rows = [pair(" a", " sky" * 30 + " one", " sky" * 30 + " two"), pair(" b", " sky", " fox")]
+    dataset = load(tmp_path, rows, gpt2, max_length=20)
+    assert dataset.counts["dropped_identical_tokens"] == 1 and dataset.examples.tolist() == [[0, 0, 1]]
+
+
+# ---- structure ---------------------------------------------------------------------------------------------------
+
+def test_groups_examples_and_response_numbers(tmp_path, gpt2):
+    rows = [{"prompt": "p1", "responses": ["r0", "r1", "r2", "r3"], "pairs": [[3, 0], [3, 1], [0, 1]], "sft_target": "r2"},
+            {"prompt": "p2", "responses": ["s0", "s1"], "pairs": [[1, 0]], "sft_target": "s1"}]
+    dataset = load(tmp_path, rows, gpt2)
+    assert dataset.examples.tolist() == [[0, 2, 0], [0, 2, 1], [0, 0, 1], [1, 1, 0]]  # r2 is in no pair: not kept
+    assert [gpt2.decode(segment) for segment in segments(dataset)] == ["p1", "r0" + EOS, "r1" + EOS, "r3" + EOS]
+    assert [dataset.response_id(g, i) for g in (0, 1) for i in range(dataset.n_group_responses(g))] == [0, 1, 2, 3, 4]
+    assert dataset.n_responses == 5 and dataset.n_groups == 2 and dataset.rows.tolist() == [1, 2]
+    assert dataset.tokens.dtype == np.int32 and dataset.examples.dtype == np.int32
+    assert dataset.segment_starts.dtype == np.int64 and dataset.group_starts.tolist() == [0, 4, 7]
+    assert dataset.segment_starts[-1] == len(dataset.tokens)
+    sft = load(tmp_path, rows, gpt2, sft=True)
+    assert sft.examples.tolist() == [[0, 0, -1], [1, 0, -1]]
+    assert [gpt2.decode(segment) for segment in segments(sft)] == ["p1", "r2" + EOS]
+
+
+def test_chunks_change_nothing(tmp_path, gpt2, monkeypatch):
+    rows = [pair(f"q{number}", "yes" * (number % 5 + 1), "no") for number in range(100)]
+    whole = load(tmp_path, rows, gpt2)
+    monkeypatch.setattr(tokenization, "CHUNK", 7)
+    shutil.rmtree(tmp_path / "cache")
+    assert load(tmp_path, rows, gpt2).key == whole.key and len(whole) == 100
+
+
+def test_a_slow_tokenizer_goes_to_workers_and_comes_back_the_same(tmp_path, tokenizers, monkeypatch):
+    rows = [pair(f"q{number}", "yes", "no") for number in range(40)]
+    alone = load(tmp_path, rows, tokenizers["slow"])
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr(tokenization, "CHUNK", 2)  # more chunks than are done without workers
+    assert load(tmp_path, rows, tokenizers["slow"], num_workers=2).key == alone.key
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
+    inner = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    with pytest.raises(ValueError, match="no EOS token"):
+        load(tmp_path, [pair()], PreTrainedTokenizerFast(tokenizer_object=inner))
+
+
+# ---- conversations -----------------------------------------------------------------------------------------------
+
+def chat(*contents, system=None):
+    turns = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(contents)]
+    return ([{"role": "system", "content": system}] if system else []) + turns
+
+
+def chat_pair(*contents, good="yes", bad="no", system=None):
+    return {"prompt": chat(*contents, system=system), "chosen": chat("", good)[1:], "rejected": chat("", bad)[1:]}
+
+
+@pytest.mark.parametrize("template, tokenizer", [
+    (CHATML, byte_level(template=CHATML)), (LLAMA3, byte_level("<|bos|>", True, LLAMA3)), (LLAMA2, metaspace(template=LLAMA2)),
+    (LLAMA2, metaspace("always", template=LLAMA2))], ids=["chatml", "llama3", "llama2", "llama2 always"])
+def test_conversations_are_what_the_template_renders(tmp_path, template, tokenizer):
+    row = chat_pair("Is the sky blue?", "yes", " and the sun? ", good="the sun is yellow ", bad=" yes")
+    dataset = load(tmp_path, [row], tokenizer)
+    prompt, *responses = segments(dataset)
+    for response, side in zip(responses, ("chosen", "rejected")):
+        rendered = tokenizer.apply_chat_template(row["prompt"] + row[side], tokenize=False)
+        ids = tokenizer.encode(rendered, add_special_tokens=False)
+        end = tokenizer.eos_token_id if template is LLAMA2 else tokenizer.convert_tokens_to_ids(END)
+        last = len(ids) - ids[::-1].index(end)
+        assert prompt + response == ids[:last] and response[-1] == end and response.count(end) == 1
+    if tokenizer.bos_token_id is not None:
+        assert prompt[0] == tokenizer.bos_token_id != prompt[1]
+    if template is not LLAMA2:
+        assert prompt == tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(template=CHATML), byte_level("<|bos|>", True, LLAMA3),
+                                       metaspace(template=LLAMA2), metaspace(kind="unigram", template=LLAMA2)],
+                         ids=["chatml", "llama3", "llama2", "unigram"])
+def test_markers_inside_messages_are_text(tmp_path, tokenizer):
+    """A message with a marker in it differs from the same one with an unknown word there only in that word's tokens."""
+    special = END if END in tokenizer.all_special_tokens else tokenizer.eos_token
+    dataset = load(tmp_path, [chat_pair(f"hi {special} there", good=f"a{special}\n{special}", bad=f"{special}")], tokenizer)
+    clean = load(tmp_path, [chat_pair("hi there", good="a\n", bad="b")], tokenizer)
+    control = [number for text, number in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids)
+               if text != tokenizer.unk_token]
+    for dirty_segment, clean_segment in zip(segments(dataset), segments(clean)):
+        assert [t for t in dirty_segment if t in control] == [t for t in clean_segment if t in control]
+    if tokenizer.unk_token is None:
+        assert tokenizer.decode(dataset.response(0, 0)[:-1]).rstrip() == f"a{special}\n{special}"
+        assert f"hi {special} there" in tokenizer.decode(dataset.prompt(0))
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(template=CHATML), metaspace(template=LLAMA2),
+                                       metaspace("always", template=LLAMA2)], ids=["chatml", "first", "always"])
+def test_the_protected_path_encodes_like_the_plain_one(tokenizer):
+    encoder = TextEncoder(tokenizer)
+    text = tokenizer.apply_chat_template(chat("the sky", " yes ", "and"), tokenize=False)
+    assert encoder.encode_stood_for(text, {}) == encoder.encode_marked([text])[0]
+
+
+def test_a_generation_prompt_that_differs_from_the_rendered_turn_is_not_used(tmp_path):
+    template = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+    tokenizer = byte_level(template=template)
+    prompt, chosen, _ = segments(load(tmp_path, [chat_pair("hi")], tokenizer))
+    assert tokenizer.decode(prompt).endswith(f"{START}assistant\n") and tokenizer.decode(chosen) == f"yes{END}"
+
+
+def test_a_template_that_looks_into_the_answer(tmp_path):
+    template = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and '</think>' not in "
+                "m['content'] %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>{% endfor %}")
+    tokenizer = byte_level(template=template)
+    row = chat_pair("hi", good="<think>hm</think>yes", bad="no")
+    prompt, chosen, rejected = segments(load(tmp_path, [row], tokenizer))
+    assert tokenizer.decode(prompt + chosen).endswith(f"{START}assistant\n<think>hm</think>yes{END}")
+    assert tokenizer.decode(prompt + rejected).endswith(f"{START}assistant\n<think></think>no{END}")
+
+
+def test_without_an_end_of_turn_token_eos_ends_the_response(tmp_path):
+    tokenizer = byte_level(template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
+    prompt, chosen, _ = segments(load(tmp_path, [chat_pair("hi")], tokenizer))
+    assert tokenizer.decode(prompt) == "user: hi\nassistant: "[:len(tokenizer.decode(prompt))]
+    assert tokenizer.decode(prompt + chosen) == "user: hi\nassistant: yes" + EOS
+
+
+def test_without_a_template_the_plain_layout_with_a_notice(tmp_path, gpt2):
+    dataset = load(tmp_path, [chat_pair("hi", "yes", "and?", system="Be kind.")], gpt2)
+    prompt, chosen, _ = segments(dataset)
+    assert gpt2.decode(prompt) == f"Be kind.{H} hi{A} yes{H} and?{A}" and gpt2.decode(chosen) == " yes" + EOS
+    assert any("no chat template" in notice for notice in dataset.notices)
+    again = load(tmp_path, [chat_pair("hi", "yes", "and?", system="Be kind.")], gpt2)
+    assert again.notices == dataset.notices  # told from the cache too
+
+
+def test_a_chat_template_of_the_users_own(tmp_path, gpt2):
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    for value in (CHATML, str(tmp_path / "mine.jinja")):
+        dataset = load(tmp_path, [chat_pair("hi")], gpt2, chat_template=value)
+        assert gpt2.decode(dataset.prompt(0)) == f"{START}user\nhi{END}\n{START}assistant\n" and not dataset.notices
+    with pytest.raises(ValueError, match="data.chat_template=nowhere.jinja"):
+        load(tmp_path, [chat_pair("hi")], gpt2, chat_template="nowhere.jinja")
+
+
+def test_a_system_turn_that_the_template_refuses_goes_into_the_first_user_turn(tmp_path):
+    tokenizer = metaspace(template=LLAMA2)
+    dataset = load(tmp_path, [chat_pair("hi", system="the sky")], tokenizer)
+    folded = load(tmp_path, [chat_pair("the sky\n\nhi")], tokenizer)
+    assert segments(dataset) == segments(folded) and dataset.counts["system_turns_folded"] == 1 and dataset.notices
+
+
+def test_a_conversation_that_the_template_refuses_names_the_row(tmp_path):
+    template = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
+    rows = [chat_pair("hi"), {**chat_pair("hi"), "prompt": [{"role": "tool", "content": "x"}]}]
+    with pytest.raises(ValueError, match="row 2: the chat template refuses .*user first"):
+        load(tmp_path, rows, byte_level(template=template))
+
+
+@pytest.mark.parametrize("keep", ["keep_end", "keep_start"])
+@pytest.mark.parametrize("template", [CHATML, LLAMA3], ids=["chatml", "llama3"])
+def test_a_cut_conversation_keeps_its_header(tmp_path, keep, template):
+    tokenizer = byte_level("<|bos|>", True, template) if template is LLAMA3 else byte_level(template=template)
+    row = chat_pair("a " + " the sky" * 60 + " t", good="yes " * 40)
+    dataset = load(tmp_path, [row], tokenizer, max_length=60, max_prompt_length=30, truncation=keep)
+    prompt = dataset.prompt(0)
+    text = tokenizer.decode(prompt)
+    assert len(prompt) == 30 and text.endswith((f"{END}\n" if template is CHATML else END) + START + "assistant\n" * 1 if
+                                               template is CHATML else f"{END}{START}assistant\n\n")
+    if template is LLAMA3:
+        assert prompt[0] == tokenizer.bos_token_id and list(prompt).count(tokenizer.bos_token_id) == 1
+    assert ("user" in text) == (keep == "keep_start")
+    assert (" t" + END in text) == (keep == "keep_end")
+
+
+# ---- the cache ---------------------------------------------------------------------------------------------------
+
+def test_a_warm_cache_reads_no_rows(tmp_path, gpt2, monkeypatch):
+    first = load(tmp_path, [pair()], gpt2)
+    monkeypatch.setattr(preference_datasets, "read_rows", None)
+    again = load_tokenized(str(tmp_path / "data.jsonl"), "train", gpt2, config(tmp_path), False)
+    assert again.key == first.key and again.counts == first.counts and isinstance(again.tokens, np.memmap)
+
+
+def test_the_key_follows_what_matters_and_nothing_else(tmp_path, gpt2, tokenizers):
+    def folder(rows=(pair(" the" * 30, " sky", " fox"),), tokenizer=gpt2, sft=False, extra=None, **options):
+        path = dump(tmp_path, list(rows))
+        return load_tokenized(path, "train", tokenizer, {**config(tmp_path, **options), **(extra or {})}, sft).folder
+
+    base = folder()
+    assert folder(num_workers=2) == base and folder(extra={"lr": 1.0, "seed": 5, "batch_size": 3}) == base
+    assert folder(weights={"x": 2.0}) == base and folder() == base
+    different = [folder([pair("other", " sky", " fox")]), folder(tokenizer=tokenizers["with BOS"]), folder(sft=True),
+                 folder(max_length=500), folder(max_prompt_length=20), folder(truncation="keep_start"),
+                 folder(on_overlong="drop"), folder(columns={"chosen": "rejected", "rejected": "chosen"}),
+                 folder(test_fraction=0.01)]
+    assert len({base, *different}) == len(different) + 1
+    assert folder() == base
+
+
+def test_the_content_key_is_of_tokens_and_structure(tmp_path, gpt2):
+    one = load(tmp_path, [pair()], gpt2)
+    assert load(tmp_path, [pair()], gpt2, max_length=400).key == one.key  # nothing was cut: the same content
+    assert load(tmp_path, [pair(chosen="yes", rejected="yellow")], gpt2).key != one.key
+
+
+def damage_truncate(file):
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def damage_flip(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def damage_remove(file):
+    file.unlink()
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "examples.npy", "manifest.json", "segment_starts.npy"])
+@pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_remove])
+def test_a_damaged_cache_is_made_again(tmp_path, gpt2, name, damage):
+    before = load(tmp_path, [pair()], gpt2)
+    expected, folder = segments(before), before.folder
+    del before
+    damage(folder / name)
+    after = load(tmp_path, [pair()], gpt2)
+    assert segments(after) == expected and after.folder == folder
+    assert any("not usable" in notice for notice in after.notices)
+    assert load(tmp_path, [pair()], gpt2).notices == [] and not list(folder.parent.glob("*.tmp-*"))
+
+
+def test_a_cache_of_another_version_is_not_used(tmp_path, gpt2, monkeypatch):
+    first = load(tmp_path, [pair()], gpt2).folder
+    monkeypatch.setattr(tokenization, "FORMAT", tokenization.FORMAT + 1)
+    assert load(tmp_path, [pair()], gpt2).folder != first
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_only_the_cache(tmp_path, gpt2):
+    expected = segments(load(tmp_path, [pair()], gpt2))
+    (tmp_path / "file").write_text("not a folder")
+    path = dump(tmp_path, [pair()])
+    settings_ = config(tmp_path, cache_dir=str(tmp_path / "file" / "cache"))
+    dataset = load_tokenized(path, "train", gpt2, settings_, False)
+    assert segments(dataset) == expected and any("cannot be written" in notice for notice in dataset.notices)
+
+
+def test_a_disk_that_fills_up_mid_write_costs_only_the_cache(tmp_path, gpt2, monkeypatch):
+    original = tokenization.ArrayFile.append
+
+    def full(self, values):
+        if (tmp_path / "cache") in self.path.parents:
+            raise tokenization.CacheWriteError(28, "No space left on device")
+        original(self, values)
+
+    monkeypatch.setattr(tokenization.ArrayFile, "append", full)
+    dataset = load(tmp_path, [pair()], gpt2)
+    assert len(dataset) == 1 and any("No space left" in notice for notice in dataset.notices)
+    assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.name != "files"]
+    monkeypatch.setattr(tokenization.ArrayFile, "append", lambda self, values: (_ for _ in ()).throw(
+        tokenization.CacheWriteError(28, "No space left on device")))
+    with pytest.raises(ValueError, match="free some space"):
+        load(tmp_path, [pair()], gpt2)
+
+
+def test_a_malformed_row_leaves_nothing_behind(tmp_path, gpt2):
+    with pytest.raises(ValueError, match="line 2"):
+        load(tmp_path, [pair(), {"prompt": 1, "chosen": "a", "rejected": "b"}], gpt2)
+    assert not list((tmp_path / "cache").glob("data*"))
+
+
+def test_leftovers_of_dead_processes_are_swept(tmp_path, gpt2):
+    import socket
+    import subprocess
+    import sys
+
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    stale = tmp_path / "cache" / f"x.tmp-{socket.gethostname()}-{gone.pid}-abc"
+    alive = tmp_path / "cache" / f"x.tmp-{socket.gethostname()}-{os.getpid()}-abc"
+    for folder in (stale, alive):
+        folder.mkdir(parents=True)
+    load(tmp_path, [pair()], gpt2)
+    assert not stale.exists() and alive.exists()
+
+
+def _load_in_process(path, tmp_path, barrier, results):
+    tokenizer = byte_level()
+    barrier.wait()
+    dataset = load_tokenized(path, "train", tokenizer, config(Path(tmp_path)), False)
+    results.put((dataset.key, len(dataset), str(dataset.folder)))
+
+
+def test_writers_at_the_same_time_agree(tmp_path):
+    path = dump(tmp_path, [pair(f"q{number}") for number in range(200)])
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(4), context.Queue()
+    processes = [context.Process(target=_load_in_process, args=(path, str(tmp_path), barrier, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    outcomes = {results.get(timeout=60) for _ in processes}
+    for process in processes:
+        process.join(60)
+    assert len(outcomes) == 1 and next(iter(outcomes))[1] == 200
+    assert not list((tmp_path / "cache").glob("*.tmp-*"))
+
+
+def test_a_test_split_without_rows_is_a_notice(tmp_path, gpt2):
+    dataset = load_tokenized(dump(tmp_path, [pair()]), "test", gpt2, config(tmp_path), False)
+    assert len(dataset) == 0 and dataset.n_groups == 0 and "no example is left" in dataset.notices[0]
+
+
+def test_a_changed_file_is_read_again(tmp_path, gpt2):
+    first = load(tmp_path, [pair(chosen="yes", rejected="no")], gpt2)
+    second = load(tmp_path, [pair(chosen="yas", rejected="no")], gpt2)  # the same size, moments later
+    assert first.key != second.key
+
+
+def test_a_custom_source_is_cached_by_what_it_returns(tmp_path, gpt2):
+    data = {"q": {"responses": ["a", "b"], "pairs": [(0, 1)], "sft_target": "a"}}
+    try:
+        register_dataset("cached")(lambda split: data)
+        one = load_tokenized("cached", "train", gpt2, config(tmp_path), False)
+        assert load_tokenized("cached", "train", gpt2, config(tmp_path), False).folder == one.folder
+        data["q"]["pairs"] = [(1, 0)]
+        assert load_tokenized("cached", "train", gpt2, config(tmp_path), False).folder != one.folder
+    finally:
+        preference_datasets.REGISTRY.pop("cached", None)
+
+
+def test_progress_is_shown(tmp_path, gpt2):
+    seen = []
+
+    class Bar:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            seen.append("closed")
+
+        def update(self, number, **postfix):
+            seen.append(number)
+
+    def progress(total, description, unit):
+        seen.append(description)
+        return Bar()
+
+    load_tokenized(dump(tmp_path, [pair()]), "train", gpt2, config(tmp_path), False, progress)
+    assert "tokenising" in seen[0] and seen[1:] == [1, "closed"]
+
+
+@pytest.mark.skipif(not REAL_HH.is_dir(), reason="the real HH rows are not here")
+def test_real_hh_tokens_spell_the_rows(tmp_path, gpt2):
+    settings_ = config(tmp_path, max_length=10**6, max_prompt_length=10**6, paths={"hh": str(REAL_HH)})
+    dataset = load_tokenized("hh", "test", gpt2, settings_, False)
+    groups = list(preference_datasets.load_groups("hh", "test", settings_)[0])
+    assert dataset.n_groups == len(groups) == 311 and "merged_boundaries" not in dataset.counts
+    for number, group in enumerate(groups):
+        assert gpt2.decode(dataset.prompt(number)) == group.prompt
+        for index, text in enumerate(group.responses):
+            assert gpt2.decode(dataset.response(number, index)) == text + EOS
