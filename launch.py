@@ -27,6 +27,8 @@ from utils import World
 FAILURE_GRACE_SECONDS = 5.0
 # How long ranks get after a signal, unless they said by `hold_on` that they are saving.
 SIGNAL_GRACE_SECONDS = 30.0
+# How long all ranks may take to end after the first one has, unless they said `hold_on`.
+LINGER_SECONDS = 60.0
 # A rank that was cut off from the others waits so long before it tells, so that torchrun or srun can end it first: the
 # first message on the screen is then the one of the rank where the trouble began.
 FOLLOWER_DELAY_SECONDS = 3.0
@@ -38,6 +40,9 @@ class RankFailure(RuntimeError):
     def __init__(self, message: str, trace: str = ""):
         super().__init__(message)
         self.trace = trace
+
+
+_ROOT = os.path.dirname(os.path.abspath(__file__))
 
 
 @dataclass
@@ -155,7 +160,8 @@ def is_users_mistake(error: BaseException) -> bool:
     if getattr(error, "told_by_rank", None) is not None or error.__traceback__ is None:
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    return os.path.dirname(os.path.abspath(frames[-1].filename)) == os.path.dirname(os.path.abspath(__file__))
+    raised_in = os.path.abspath(frames[-1].filename)
+    return raised_in.startswith(_ROOT + os.sep) and "site-packages" not in raised_in  # .venv may be inside the project
 
 
 def is_follower(error: BaseException) -> bool:
@@ -318,7 +324,7 @@ class _Signals:
 
 def _wait(ranks: list[_Rank], signals: _Signals) -> None:
     """Return when all ranks have ended, or when one failed and the others had time to end."""
-    failed_at = None
+    failed_at = ending_at = None
     while True:
         for rank in ranks:
             rank.poll()
@@ -327,9 +333,14 @@ def _wait(ranks: list[_Rank], signals: _Signals) -> None:
         now = time.monotonic()
         if failed_at is None and any(rank.failed and rank.report.kind == "error" for rank in ranks):
             failed_at = now
+        if ending_at is None and any(rank.report for rank in ranks):
+            ending_at = now
+        holding = any(rank.holding for rank in ranks)
         if failed_at is not None and now - failed_at > FAILURE_GRACE_SECONDS:
             return
-        if signals.received and now - signals.since > SIGNAL_GRACE_SECONDS and not any(r.holding for r in ranks):
+        if signals.received and now - signals.since > SIGNAL_GRACE_SECONDS and not holding:
+            return
+        if ending_at is not None and now - ending_at > LINGER_SECONDS and not holding:
             return
         # Waits for news from any rank; the time limit lets the limits above come true, and handlers of signals run.
         connection.wait([rank.pipe for rank in ranks if not rank.done and not rank.pipe.closed and not rank.report]

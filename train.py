@@ -43,7 +43,7 @@ def sweep_dir(local_dirs) -> str:
 OmegaConf.register_new_resolver("sweep_dir", sweep_dir, use_cache=True, replace=True)
 
 
-@hydra.main(version_base="1.3", config_path="config", config_name="config")
+@hydra.main(version_base="1.3", config_path=settings.CONFIG_DIR, config_name="config")
 def main(config: DictConfig) -> float | None:
     """One run: check the settings, train, and return the last evaluation's metric, which sweepers can optimise."""
     in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
@@ -217,6 +217,9 @@ def changed_keys(config: DictConfig, saved: DictConfig, overrides: list[str]) ->
     named = [override.lstrip("+~").partition("=")[0].split("@")[0] for override in overrides]
     if "experiment" in named:
         named = [""]
+    if OmegaConf.is_missing(config.model, "name_or_path"):  # this command names no model: it means the recorded one
+        config = config.copy()
+        config.model = saved.model
     now = settings.flatten(settings.as_dict(settings.finalize(config)))
     old = settings.flatten(settings.as_dict(saved))
     changed = {}
@@ -257,7 +260,7 @@ def command_line() -> int:
     _on_command_line = True
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra hand its errors to us instead of printing them in its own way
-    sys.argv[1:] = [("++" + argument if argument.startswith(FREE_KEYS) else argument) for argument in sys.argv[1:]]
+    sys.argv[1:] = arguments_for_hydra(sys.argv[1:])
     try:
         main()
         return 0
@@ -268,6 +271,13 @@ def command_line() -> int:
         error = error.args[0] if isinstance(error, Ended) else error
         discard_unused_sweep()
         return tell(error, wants_traceback=wants_traceback)
+
+
+def arguments_for_hydra(arguments: list[str]) -> list[str]:
+    """The arguments with two of Hydra's peculiarities taken away: keys of free mappings need no +, and -m can stand
+    anywhere."""
+    arguments = [("++" + argument if argument.startswith(FREE_KEYS) else argument) for argument in arguments]
+    return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))  # sorting keeps the rest in order
 
 
 def tell(error: Exception, where: str = "", wants_traceback: bool = False) -> int:
