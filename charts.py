@@ -129,7 +129,7 @@ def _value_range(series, level, fixed) -> tuple[float, float, bool]:
             low, high = max(low, 2 * inner_low - inner_high), min(high, 2 * inner_high - inner_low)
     if level is not None:
         low, high = min(low, level[0]), max(high, level[0])
-    pad = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    pad = 0.06 * (high - low) or 0.5 * abs(high) or 1.0
     floor = 0.0 if low >= 0 and pad > low else low - pad
     return floor, high + pad, False
 

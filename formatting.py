@@ -17,60 +17,46 @@ def metric_dataset(name: str, split: str) -> tuple[str, str] | None:
     >>> metric_dataset("rewards_eval/accuracies", "eval"), metric_dataset("loss/eval/hh", "eval")
     (('rewards_eval/accuracies', ''), ('loss/eval', 'hh'))
     """
-    loss = re.fullmatch(rf"loss/{split}(?:[/_](.+))?", name)
-    if loss:
-        return f"loss/{split}", loss[1] or ""
-    leaves = "chosen|rejected|accuracies|margins"
-    other = re.fullmatch(rf"(\w+?)_{split}(?:[/_](?P<before>.+))?/(?P<leaf>{leaves})(?:[/_](?P<after>.+))?", name)
-    if other:
-        return f"{other[1]}_{split}/{other['leaf']}", other["before"] or other["after"] or ""
-    return None
+    found = re.fullmatch(rf"(loss/{split}|\w+_{split}/[^/]+)(?:/(.+))?", name)
+    return (found[1], found[2] or "") if found else None
 
 
 def console_line(values: dict[str, float], examples: int, total: int | None) -> str:
     """The numbers a reader follows, in one line; "" where there are none of them. An eval adds each data set when there
     are several."""
-    parts = []
-    for split in ("eval", "train"):
-        tables: dict[str, dict[str, float]] = {}
-        for name, value in values.items():
-            base, dataset = metric_dataset(name, split) or (None, "")
-            if base:
-                tables.setdefault(dataset, {})[base] = value
-        if not tables:
-            continue
-        datasets = sorted(name for name in tables if name)
-        for dataset in [""] * ("" in tables) + datasets * (len(datasets) > 1 or "" not in tables):
-            table = tables[dataset]
-            shown = [
-                (label, table.get(name.format(split=split)))
-                for label, name in (
-                    ("loss", "loss/{split}"),
-                    ("acc", "rewards_{split}/accuracies"),
-                    ("margin", "rewards_{split}/margins"),
-                )
-            ]
-            words = [f"{label} {value:.4f}" for label, value in shown if value is not None]
-            if words:
-                parts.append((f"{dataset}: " if dataset else "") + "  ".join(words))
-        where = f"{split:<5} {examples:>9,}" + (f" ({examples / total:.0%})" if total else "")
-        if split == "eval":
-            return where + " | " + " | ".join(parts) if parts else ""
-        extras = [
-            f"{label} {form(values[name])}"
-            for label, name, form in (("grad", "grad_norm", short), ("lr", "learning_rate", lambda lr: f"{lr:.2g}"))
-            if name in values
-        ]
-        rates = [
-            f"{short(values[name])} {label}"
-            for label, name in (("pairs/s", "examples_per_second"), ("tok/s", "tokens_per_second"))
-            if name in values
-        ]
-        speed = values.get("examples_per_second") or 0
-        if total and speed > 0 and math.isfinite(speed) and examples < total:
-            rates.append(f"{duration((total - examples) / speed)} left")
-        return " | ".join(filter(None, [where, "  ".join(parts + extras), "  ".join(rates)]))
-    return ""
+    split = next((split for split in ("eval", "train") if any(metric_dataset(name, split) for name in values)), None)
+    if split is None:
+        return ""
+    tables: dict[str, dict[str, float]] = {"": {}}
+    for name, value in values.items():
+        base, dataset = metric_dataset(name, split) or (None, "")
+        if base:
+            tables.setdefault(dataset, {})[base] = value
+    if len(tables) == 2:  # a single data set is all there is
+        tables = {"": {**tables.popitem()[1], **tables[""]}}
+    results = []
+    for dataset, table in tables.items():
+        words = [f"{label} {table[name]:.4f}" for label, name in _results(split) if name in table]
+        if split == "train":
+            words += [f"{label} {form(values[name])}" for label, name, form in STEP_NUMBERS if name in values]
+        if words:
+            results.append((f"{dataset}: " if dataset else "") + "  ".join(words))
+        if split == "train":
+            break
+    rates = [f"{short(values[name])} {label}" for label, name in RATES if name in values]
+    speed = values.get("examples_per_second") or 0
+    if total and speed > 0 and math.isfinite(speed) and examples < total:
+        rates.append(f"{duration((total - examples) / speed)} left")
+    where = f"{split:<5} {examples:>9,}" + (f" ({examples / total:.0%})" if total else "")
+    return " | ".join([where, *results, *(["  ".join(rates)] if rates else [])]) if results else ""
+
+
+STEP_NUMBERS = (("grad", "grad_norm", lambda norm: short(norm)), ("lr", "learning_rate", "{:.2g}".format))
+RATES = (("pairs/s", "examples_per_second"), ("tok/s", "tokens_per_second"))
+
+
+def _results(split: str) -> tuple[tuple[str, str], ...]:
+    return ("loss", f"loss/{split}"), ("acc", f"rewards_{split}/accuracies"), ("margin", f"rewards_{split}/margins")
 
 
 def short(value: float) -> str:

@@ -131,7 +131,10 @@ def page(run: Run, stages: list[Run]) -> str:
 
 def header(run: Run, level: int = 1) -> str:
     end = run.end()
+    message = str(end.get("message") or "")
     state, word = ("good", "finished") if end.get("ok") else ("bad", "failed") if end else ("idle", "not finished")
+    if word == "failed" and message.startswith(("SystemExit", "KeyboardInterrupt")):
+        state, word = "idle", "stopped"  # by a signal, to be resumed
     model = run.config.get("model") or {}
     facts = [
         (
@@ -149,7 +152,7 @@ def header(run: Run, level: int = 1) -> str:
         facts.append(("started", time.strftime("%Y-%m-%d %H:%M", time.localtime(times[0]))))
         facts.append(("wall time", duration(max(times) - times[0])))
     shown = "".join(f"<span><em>{name}</em> {escape(str(value))}</span>" for name, value in facts if value)
-    message = f'<p class="message">{escape(str(end["message"]))}</p>' if end.get("message") else ""
+    message = f'<p class="message">{escape(message)}</p>' if message else ""
     return (
         f'<header><h{level}>{escape(run.name)} <span class="chip {state}">{word}</span></h{level}>'
         f'<p class="facts">{shown}</p>{message}</header>'
@@ -216,6 +219,7 @@ def counts(run: Run) -> str:
     if not rows:
         return ""
     names = list(dict.fromkeys(name for row in rows.values() for name, value in row.items() if value))
+    names.sort(key=lambda name: name != "rows")  # what was read comes first
     head = "".join(f"<th>{escape(str(name).replace('_', ' '))}</th>" for name in names)
     body = "".join(
         f"<tr><th>{escape(str(dataset))}</th><td>{escape(str(split))}</td>"
@@ -316,8 +320,10 @@ def curves(run: Run) -> str:
     for fits, title, normal in single:
         matching = [name for name in names if fits(name) and run.points(name)][:6]
         used.update(matching)
-        label = lambda name: title if len(matching) == 1 else name  # noqa: E731, B023
-        series = [_series(run, name, label(name), 1 + i, dots="eval" in name) for i, name in enumerate(matching)]
+        series = [
+            _series(run, name, title if len(matching) == 1 else name, style, dots="eval" in name)
+            for style, name in enumerate(matching, start=1)
+        ]
         if series:
             cards.append(_card(title, normal, series))
     rest = [
@@ -508,13 +514,10 @@ def _same(here: Any, there: Any) -> bool:
 
 
 def _yaml(value: Any) -> str:
-    return (
-        ""
-        if value is None
-        else yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-        .removesuffix("\n...\n")
-        .strip()
-    )
+    if value is None or value == "???":  # OmegaConf's mark of a value that must be given
+        return ""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n...\n").strip()
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

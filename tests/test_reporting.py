@@ -181,8 +181,9 @@ def test_console_lines():
         ("loss/eval/hh", ("loss/eval", "hh")),
         ("rewards_eval/accuracies", ("rewards_eval/accuracies", "")),
         ("rewards_eval/accuracies/my_data", ("rewards_eval/accuracies", "my_data")),
-        ("rewards_eval/hh/margins", ("rewards_eval/margins", "hh")),
+        ("lengths_eval/chosen/my/file.jsonl", ("lengths_eval/chosen", "my/file.jsonl")),
         ("logps_eval/chosen", ("logps_eval/chosen", "")),
+        ("loss/eval/data/chosen", ("loss/eval", "data/chosen")),
         ("loss/train", None),
         ("grad_norm", None),
     ],
@@ -273,7 +274,8 @@ def logged_out(monkeypatch, tmp_path):
 @pytest.mark.parametrize("change", [{"debug": True}, {"wandb": {"enabled": False}}])
 def test_wandb_is_not_even_imported_when_off(change, tmp_path):
     config = WANDB | change
-    code = f"import sys, reporting; r = reporting.Reporter({config!r}, {str(tmp_path / 'run')!r}); r.log({{'x': 1.0}}, 1, 1)"
+    code = f"import sys, reporting; r = reporting.Reporter({config!r}, {str(tmp_path / 'run')!r})"
+    code += "; r.log({'x': 1.0}, 1, 1)"
     code += "; r.finish(True); sys.exit('wandb' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=pathlib.Path(reporting.__file__).parent)
 
