@@ -1,14 +1,15 @@
 """Weights in and out of files: policy.pt, Hugging Face folders, step folders and run folders, ours and other people's.
 
     read_state_dict(path)            -> {name: tensor} from any of them, nothing in the file being able to run code
-    check_keys(model, state, source) -> the same state with exactly the model's keys, or a ValueError that lists what is wrong
+    check_keys(model, state, source) -> the same state with exactly the model's keys, or a ValueError listing the rest
     load_archive_into(model, path)   -> both, copied into an unsharded model in place
     locate(path)                     -> (kind, path) if a caller would rather read it by itself; kind is one of
-                                        'torch' (a .pt/.bin file), 'safetensors' (a file), 'hf' (a folder), 'state' (a folder)
-    write_hf_folder(model, state, tokenizer, folder)    and    export(source, folder, dtype, base)    make Hugging Face folders.
+                                        'torch' (a .pt or .bin file), 'safetensors' (a file), 'hf', 'state' (folders)
+    write_hf_folder(model, state, tokenizer, folder) and export(source, folder, dtype, base) make Hugging Face folders.
 
-Names: policy.pt carries the names of `model.state_dict()`. Some of them differ from those in Hugging Face files (GPT-NeoX has
-`lm_head.weight` in memory, `embed_out.weight` on disk, and had that in memory too before transformers 5): both are understood.
+Names: policy.pt carries the names of `model.state_dict()`. Some of them differ from those in Hugging Face files
+(GPT-NeoX has `lm_head.weight` in memory and `embed_out.weight` on disk, and before transformers 5 in memory too): both
+are understood.
 """
 
 import contextlib
@@ -52,13 +53,13 @@ def clean_name(name):
 def locate(path, verify=True):
     """Finds what an archive path means. Returns (kind, path), see the top of the file.
 
-    A run folder means its newest complete step, a step folder its policy.pt, else its hf/, else its state/. With `verify`
+    A run folder means the step of its LATEST, a step folder its policy.pt, else its hf/, else its state/. With `verify`
     a file that lies in one of our step folders is compared with its checksum first.
     Raises ValueError if there is nothing usable, naming the step before it if a step is damaged.
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise ValueError(f"no archive at {path}: give a policy.pt, a Hugging Face folder, a step folder or a run folder")
+        raise ValueError(f"no archive at {path}: give a policy.pt, or a Hugging Face, step or run folder")
     if path.is_file():
         found = ("safetensors" if path.suffix == ".safetensors" else "torch"), path
     elif (path / step_folders.MANIFEST).exists() or re.fullmatch(r"step-\d+", path.name):
@@ -66,7 +67,8 @@ def locate(path, verify=True):
     elif any((path / name).exists() for name in HF_WEIGHTS):
         found = "hf", path
     elif (path / step_folders.LATEST).is_symlink() or any(path.glob("step-*")) or (path / step_folders.LATEST).exists():
-        latest = step_folders.read_latest(path) or next((f for _, f in reversed(step_folders.complete_steps(path))), None)
+        steps = [folder for _, folder in step_folders.complete_steps(path)]
+        latest = step_folders.read_latest(path) or (steps[-1] if steps else None)
         if latest is None:
             raise ValueError(f"the run folder {path} holds no complete checkpoint")
         return locate(latest, verify)
@@ -100,10 +102,10 @@ def _verify(path):
 
 
 def read_state_dict(path, verify=True):
-    """Returns {name: tensor}, on the CPU and mapped from the file where its format allows, so that memory stays near one copy.
+    """Returns {name: tensor}, on the CPU, mapped from the file where its format allows (memory stays near one copy).
 
-    `path`: a policy.pt of ours or of the reference DPO implementation ({'step_idx', 'state', 'metrics'}), a bare state dict
-    (.pt, .bin, .safetensors), a Hugging Face folder (names as on disk), a step folder or a run folder.
+    `path`: a policy.pt of ours or of the reference DPO implementation ({'step_idx', 'state', 'metrics'}), a bare state
+    dict (.pt, .bin, .safetensors), a Hugging Face folder (names as on disk), a step folder or a run folder.
     Raises ValueError for a file that is missing, truncated, damaged, no checkpoint, or that holds more than tensors.
     """
     kind, path = locate(path, verify)
@@ -131,12 +133,13 @@ def _torch_load(path):
         if re.search(r"Unsupported (global|class)|GLOBAL|not an allowed global", str(error)):
             named = re.search(r"GLOBAL (\S+)", str(error))
             what = f" ({named.group(1)})" if named else ""
-            raise ValueError(f"{path} is refused: it holds Python objects besides tensors{what}, and loading those could run "
-                             "code. Save its state dict alone: torch.save({'state': model.state_dict()}, path)") from None
+            raise ValueError(f"{path} is refused: it holds Python objects besides tensors{what}, and loading those "
+                             "could run code. Save its state dict alone: torch.save({'state': model.state_dict()}, "
+                             "path)") from None
         reason = error
     except PermissionError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    except Exception as error:  # the readers raise RuntimeError, OSError (a seek behind the end), EOFError, KeyError, ...
+    except Exception as error:  # RuntimeError, OSError (a seek behind the end), EOFError, KeyError, ...
         reason = error
     first_line = str(reason).partition("\n")[0]
     raise ValueError(f"{path} is truncated or no PyTorch checkpoint ({type(reason).__name__}: {first_line})")
@@ -236,7 +239,7 @@ def _read_distributed(folder):
 
 
 def named_tensors(model):
-    """Returns [(names, tensor)]: each parameter and persistent buffer once, with all the names it has (tied weights: several).
+    """Returns [(names, tensor)]: each parameter and persistent buffer once, with all its names (tied weights: several).
 
     Goes through state_dict() because FSDP2 hooks into it: what it returns is sharded, even after an evaluation.
     """
@@ -287,7 +290,7 @@ def check_keys(model, state, source="the archive"):
 
 
 def load_archive_into(model, path, verify=True):
-    """Copies an archive's weights into an unsharded model, casting to the model's dtypes. Returns the number of tensors.
+    """Copies an archive's weights into an unsharded model, casting to its dtypes. Returns the number of tensors.
 
     Raises ValueError (see read_state_dict and check_keys), the model then being unchanged.
     """
@@ -311,7 +314,7 @@ def load_archive_into(model, path, verify=True):
 
 @contextlib.contextmanager
 def _plain_config(model):
-    """Lends the model a config and a generation config that save_pretrained writes as those of plain, unquantised weights."""
+    """Lends the model a config and a generation config that describe plain, unquantised weights."""
     original, quantizer = (model.config, model.generation_config), vars(model).pop("hf_quantizer", None)
     config, generation = copy.deepcopy(original[0]), copy.deepcopy(original[1])
     for key in ("quantization_config", "distributed_config"):
@@ -321,7 +324,7 @@ def _plain_config(model):
         if generation is not None:
             try:
                 generation.validate(strict=True)
-            except ValueError:  # hub models carry a temperature with do_sample false, which transformers refuses to save
+            except ValueError:  # a temperature with do_sample false, as many models carry, is refused on saving
                 generation.do_sample = True
         model.config, model.generation_config = config, generation
         yield
@@ -334,8 +337,8 @@ def _plain_config(model):
 def write_hf_folder(model, state, tokenizer, folder):
     """Writes a folder that opens with AutoModelForCausalLM and AutoTokenizer, in the dtype of the model and the state.
 
-    `model` gives the names and the config (it may be sharded or on the meta device), `state` {name: full CPU tensor} the
-    weights; `tokenizer` may be None. Touches no other process.
+    `model` gives the names and the config (it may be sharded or on the meta device), `state` {name: full CPU tensor}
+    the weights; `tokenizer` may be None. Touches no other process.
     """
     if not hasattr(model, "save_pretrained"):
         raise ValueError(f"a {type(model).__name__} is no transformers model and has no Hugging Face form: "
@@ -356,7 +359,7 @@ def write_hf_folder(model, state, tokenizer, folder):
 
 
 def _run_config(source, base, trust_remote_code):
-    """The config of the run that bare weights come from, or one that names `base` or the hf/ folder beside the weights."""
+    """The config of the run that bare weights come from, or one that names `base` or the hf/ folder beside them."""
     from omegaconf import OmegaConf
 
     source = Path(source).expanduser().absolute()
@@ -372,12 +375,12 @@ def _run_config(source, base, trust_remote_code):
             config = OmegaConf.load(place / "config.yaml")
             config.model.trust_remote_code = trust_remote_code
             return config
-    raise ValueError(f"{source} holds weights only, and no hf/ or config.yaml lies beside it: name the model that it was "
-                     "trained from with --base")
+    raise ValueError(f"{source} holds weights only, and no hf/ or config.yaml lies beside it: name the model that it "
+                     "was trained from with --base")
 
 
 def _open_base(source, base, trust_remote_code):
-    """Returns (config, generation config or None, tokenizer) for the weights at `source`. Raises ValueError if not found."""
+    """Returns (config, generation config or None, tokenizer) for the weights at `source`. Raises ValueError."""
     from transformers import GenerationConfig
 
     from models import load_tokenizer, model_config, source_of
@@ -422,7 +425,8 @@ def export(source, folder, dtype=None, base=None, trust_remote_code=False):
             if hasattr(config, key):
                 delattr(config, key)
         with torch.device("meta"):  # names and shapes only: the weights exist once
-            model = AutoModelForCausalLM.from_config(config, dtype=wanted or stored, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(config, dtype=wanted or stored,
+                                                     trust_remote_code=trust_remote_code)
         if generation is not None:
             model.generation_config = generation
         state = check_keys(model, state, source)

@@ -2,7 +2,7 @@
 
     checkpointer = Checkpointer(run_dir, config.checkpoint, world, notice)    # on every rank, after init_process_group
     problem = checkpointer.save(examples, model, optimizer, tokenizer, trainer_state, metrics)     # None: all is well
-    checkpointer.poll()      # with async_save: now and then, on every rank at the same place; finishes a save that is written
+    checkpointer.poll()      # with async_save: now and then, at the same place on every rank; finishes what is written
     checkpointer.finish()    # waits for a pending save and finishes it; returns its problem or None
     checkpointer.close()     # finish, and give the run folder free
 
@@ -10,18 +10,19 @@
     trainer_state = checkpointer.load(step, model, optimizer)    # in place; RNG too when the world is the same
 
 Every method is collective: all ranks call it, and all get the same answer. `model` may be a plain module, or sharded by
-fully_shard, tensor parallelism or both (DTensor); the optimizer any of torch.optim that steps without a closure. Parameters
-are known by their names in state_dict(), so a state saved on one world loads on any other.
+fully_shard, tensor parallelism or both (DTensor); the optimizer any of torch.optim that steps without a closure.
+Parameters are known by their names in state_dict(), so a state saved on one world loads on any other.
 
-`trainer_state` is a dict of numbers, strings, tensors, lists and dicts (weights_only can read it back): schedule, counters,
-data cursor, scaler, reporter, best-so-far, config digest. Rank 0's is the one that is kept. RNG states are kept for each rank.
+`trainer_state` is a dict of numbers, strings, tensors, lists and dicts (weights_only can read it back): schedule,
+counters, data cursor, scaler, reporter, best-so-far, config digest. Rank 0's is the one that is kept. The states of the
+random generators are kept for each rank.
 
-How a save goes: all ranks write into step-N.tmp, each syncs and checksums what it wrote, all agree that it went well, then rank 0
-writes the manifest, renames the folder and moves LATEST. A kill at any moment leaves LATEST on a complete folder. A save
-that fails on any rank is undone on all; the run goes on and is told so.
+How a save goes: all ranks write into step-N.tmp, each syncs and checksums what it wrote, all agree that it went well,
+then rank 0 writes the manifest, renames the folder and moves LATEST. A kill at any moment leaves LATEST on a complete
+folder. A save that fails on any rank is undone on all; the run goes on and is told so.
 
-The state of torch's own get_optimizer_state_dict is not used, because for an optimizer that has not stepped yet it takes a
-step with zero gradients, and so makes one of a checkpoint that should have none.
+torch's own get_optimizer_state_dict is not used: for an optimizer that has not stepped yet it takes a step with zero
+gradients, and so invents the state that such a checkpoint should not have.
 """
 
 import io
@@ -43,11 +44,11 @@ from torch.distributed.tensor import DTensor
 
 import step_folders
 from archives import InertReader, listing, named_tensors, write_hf_folder
-from step_folders import find_resumable, free_bytes, gigabytes, metric_mode  # noqa: F401 (part of this module's face)
+from step_folders import find_resumable, free_bytes, gigabytes, metric_mode  # noqa: F401
 
 FORMATS = ("state", "policy", "hf")
 DEFAULT_BEST_METRIC = "loss/eval"
-# Implementation choices of an optimizer that belong to the machine, not to the run: they stay as the new process has them.
+# Choices of an optimizer's implementation that belong to the machine, not to the run: the new process keeps its own.
 MACHINE_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 # A rank may write hundreds of GB while the others wait for it; a dead rank is noticed by its closed connection anyway.
 PATIENCE = timedelta(hours=6)
@@ -73,8 +74,8 @@ def optimizer_tensors(model, optimizer):
     """Takes an optimizer's state apart.
 
     Returns ({'optimizer.<entry>.<parameter name>': tensor}, description), the description being made of plain values:
-    class, hyperparameters and parameter names of each group, entries that are no tensors, and entries without dimensions that
-    live on an accelerator.
+    class, hyperparameters and parameter names of each group, entries that are no tensors, and entries without
+    dimensions that live on an accelerator.
     """
     name_of = {id(tensor): names[0] for names, tensor in named_tensors(model)}
     tensors, values, on_device = {}, {}, []
@@ -95,8 +96,9 @@ def optimizer_tensors(model, optimizer):
 
 
 def full_state(model, world, copy=False):
-    """{name: full CPU tensor} on rank 0, {} elsewhere; one parameter after the other, so that only rank 0 holds a whole model.
+    """{name: full CPU tensor} on rank 0, {} elsewhere.
 
+    Gathered one parameter after the other, so that only rank 0 ever holds a whole model.
     On one CPU process these are the model's own tensors, unless `copy`.
     """
     state = {}
@@ -124,7 +126,7 @@ def _to_host(tensor):
 
 
 def _packed(content):
-    """The bytes of trainer.pt, tried out at once: a state that cannot be read back must not wait for the resume to show."""
+    """The bytes of trainer.pt, read back at once: one that cannot be read must not wait for the resume to show."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     try:
@@ -221,7 +223,7 @@ class Checkpointer:
         try:
             self._lock = step_folders.lock(self.run_dir)
         except OSError as error:
-            self.notice(f"{self.run_dir} cannot be locked ({error.strerror}): make sure that no second run writes there")
+            self.notice(f"{self.run_dir} cannot be locked ({error.strerror}): see that no second run writes there")
         try:
             removed = step_folders.recover(self.run_dir)
         except OSError as error:
@@ -266,8 +268,9 @@ class Checkpointer:
     def save(self, examples, model, optimizer, tokenizer, trainer_state, metrics=None, formats=None):
         """Saves the run as step-<examples>. Returns None, or what went wrong in words (already told through `notice`).
 
-        With async_save it returns as soon as everything is copied to host memory, and the problem comes from the poll(),
-        finish() or save() that finds the writing done. Raises TypeError for a trainer_state that could not be read back.
+        With async_save it returns as soon as everything is copied to host memory, and the problem comes from the
+        poll(), finish() or close() that finds the writing done. Raises TypeError for a trainer_state that could not be
+        read back.
         """
         self.finish()
         formats = self.formats if formats is None else tuple(formats)
@@ -352,13 +355,16 @@ class Checkpointer:
             files = {name: entry for _, written in outcomes for name, entry in written.items()}
             problem = self._agree(self._attempt(self._complete, plan, files) if self.world.is_main else None)
         if problem is not None and self.world.is_main:
+            # torch's writers speak of unexpected positions when the disk is full; looked at before tidying makes room
+            if "unexpected pos" in problem or (free_bytes(self.run_dir) < 1 << 20 and "No space left" not in problem):
+                problem = f"the disk is full, or writing to it failed: {problem}"
             shutil.rmtree(plan.temporary, ignore_errors=True)
             latest = step_folders.read_latest(self.run_dir)
             good = f"the last good checkpoint is {latest.name}" if latest else "there is no checkpoint of this run yet"
             self.notice(f"CHECKPOINT {plan.final.name} WAS NOT SAVED ({problem}). Training goes on; {good}. "
                         f"Mend this before the next save.")
         if problem is not None:
-            self._gather(None)  # nobody goes on before it is taken back
+            problem = self._gather(problem)[0]  # and nobody goes on before it is taken back
         self.problem = problem
         return problem
 
@@ -404,20 +410,20 @@ class Checkpointer:
                 step_folders.remove_folder(folder)
 
     def poll(self):
-        """With a save pending: finishes it if all ranks have written. Returns its problem, or None. Costs one small gather."""
+        """With a save pending: finishes it if all ranks have written. Returns its problem or None. Costs a gather."""
         if self._pending is not None and all(self._gather(self._pending[1].done())):
             return self.finish()
         return None
 
     def finish(self):
-        """Waits for a pending save and finishes it. Returns its problem, or None if all is well or nothing was pending."""
+        """Waits for a pending save and finishes it. Returns its problem; None if all is well or nothing was pending."""
         if self._pending is None:
             return None
         (plan, future), self._pending = self._pending, None
         return self._conclude(plan, future.result())
 
     def close(self):
-        """Finishes, and gives the run folder free for another process. Returns the problem of the last save, or None."""
+        """Finishes, and gives the run folder free for another process. Returns the last save's problem, or None."""
         self.finish()
         if self._executor is not None:
             self._executor.shutdown()
@@ -444,8 +450,8 @@ class Checkpointer:
     def load(self, step, model, optimizer):
         """Loads a step folder into model and optimizer, in place, and the RNG if the world has the same size.
 
-        Returns the trainer_state of that save. Raises ValueError, on all ranks alike, for a state that is damaged or does not
-        fit the model or the optimizer.
+        Returns the trainer_state of that save. Raises ValueError, on all ranks alike, for a state that is damaged or
+        does not fit the model or the optimizer.
         """
         loaded = {}
         problem = self._agree(self._attempt(self._check, Path(step) / "state", model, optimizer, loaded))
@@ -455,8 +461,8 @@ class Checkpointer:
             raise ValueError(f"{step} cannot be resumed from: {problem}")
         saved = loaded["saved"]
         if saved["world"] != self.world.size and self.world.is_main:
-            self.notice(f"resuming on {self.world.size} processes what {saved['world']} saved: equal up to rounding, and the "
-                        "random generators start anew")
+            self.notice(f"resuming on {self.world.size} processes what {saved['world']} saved: equal up to rounding, "
+                        "and the random generators start anew")
         return saved["trainer"]
 
     def _check(self, folder, model, optimizer, loaded):

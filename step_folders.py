@@ -1,12 +1,12 @@
-"""What a run's folder looks like on disk, and which of its checkpoints can be trusted. Knows no tensor (no torch import).
+"""What a run's folder looks like on disk, and which of its checkpoints can be trusted. No tensors, no torch import.
 
     run_dir/
-      step-<examples>/    policy.pt, hf/, state/ as `checkpoint.formats` asks, and manifest.json: size and checksum of each file
+      step-<examples>/    policy.pt, hf/, state/ as `checkpoint.formats` asks; manifest.json: size and checksum of each
       LATEST -> step-...  moved only once that folder is complete and on disk
 
-Names that end in `.tmp` are unfinished or half-deleted and belong to nobody once their run is dead; `step-N.replaced` is the
-complete former version of a step-N that was just about to be replaced. `recover` puts both right, and only the process
-that holds the folder's lock may call it.
+Names that end in `.tmp` are unfinished or half-deleted and belong to nobody once their run is dead; `step-N.replaced`
+is the complete former version of a step-N that was just about to be replaced. `recover` puts both right, and only the
+process that holds the folder's lock may call it.
 """
 
 import errno
@@ -102,7 +102,7 @@ def files_below(folder):
 
 
 def write_manifest(folder, examples, metrics, files):
-    """Writes manifest.json, the mark of completeness. `files` is {relative path: [size, digest]} as `checksum` gives it.
+    """Writes manifest.json, the mark of completeness. `files` is {relative path: [size, digest]} from `checksum`.
 
     `saved_at` is seconds since 1970, but always after every step already there, whatever the hosts' clocks say.
     """
@@ -180,7 +180,7 @@ def complete_steps(run_dir):
 
 
 def read_latest(run_dir):
-    """The step folder that LATEST points to, or None. It may be a link or, where links do not exist, a file of its name."""
+    """The step folder that LATEST points to, or None. LATEST is a link or, where there are none, a file of its name."""
     pointer = Path(run_dir) / LATEST
     try:
         name = os.readlink(pointer) if pointer.is_symlink() else pointer.read_text().strip()
@@ -207,8 +207,9 @@ def point_latest(run_dir, folder):
 def find_resumable(run_dir, notice=print):
     """The newest step of a run that is complete and matches its checksums, or None.
 
-    From the newest save to the oldest; each one that is passed over is told through `notice` with what is wrong with it.
-    Only steps that hold `state/` count: the others cannot be resumed from. Raises ValueError if there is no such folder.
+    From the newest save to the oldest; each one that is passed over is told through `notice` with what is wrong with
+    it. Only steps that hold `state/` count: the others cannot be resumed from. Raises ValueError if there is no such
+    folder.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -260,7 +261,7 @@ def recover(run_dir):
 
 
 def metric_mode(name):
-    """'min' for a metric that is better when small (losses, perplexities), else 'max' (accuracies, margins, rewards)."""
+    """'min' for a metric that is better when small (loss, perplexity), else 'max' (accuracies, margins, rewards)."""
     return "min" if re.search(r"loss|perplexity|nll", name) else "max"
 
 
@@ -296,5 +297,5 @@ def lock(run_dir, patience=10.0):
                 raise
         if time.monotonic() > deadline:
             file.close()
-            raise ValueError(f"another run is writing into {run_dir}: end it, or give this one another exp_name or folder")
+            raise ValueError(f"another run is writing into {run_dir}: end it, or give this one another folder")
         time.sleep(0.2)

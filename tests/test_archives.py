@@ -34,7 +34,8 @@ def tiny(family="llama", seed=0, **changes):
 
 
 def saved_run(folder, model, formats=("state", "policy", "hf"), tokenizer=None, steps=(1,)):
-    settings = SimpleNamespace(formats=list(formats), keep_last=None, keep_best=False, best_metric=None, async_save=False)
+    settings = SimpleNamespace(formats=list(formats), keep_last=None, keep_best=False, best_metric=None,
+                               async_save=False)
     checkpointer = Checkpointer(folder, settings, World())
     for step in steps:
         assert checkpointer.save(step, model, None, tokenizer, {}) is None
@@ -62,11 +63,13 @@ def sources(model, folder):
     assert (folder / "hf_sharded" / "model.safetensors.index.json").exists()
     (folder / "hf_bin").mkdir()
     torch.save(archives.read_state_dict(folder / "hf"), folder / "hf_bin" / "pytorch_model.bin")
-    return {"policy.pt": run / "step-1" / "policy.pt", "step folder": run / "step-1", "run folder": run, "their policy.pt":
-            folder / "theirs.pt", "bare": folder / "bare.pt", "before 1.6": folder / "old.bin", "compiled": folder /
-            "compiled.pt", "hf": folder / "hf", "hf sharded": folder / "hf_sharded", "hf bin": folder / "hf_bin",
-            "safetensors": folder / "hf" / "model.safetensors", "state only": only_state, "state folder":
-            only_state / "step-1" / "state", "hf only": only_hf, "hf in step": run / "step-1" / "hf"}
+    return {
+        "policy.pt": run / "step-1" / "policy.pt", "step folder": run / "step-1", "run folder": run,
+        "their policy.pt": folder / "theirs.pt", "bare": folder / "bare.pt", "before torch 1.6": folder / "old.bin",
+        "compiled": folder / "compiled.pt", "hf": folder / "hf", "hf sharded": folder / "hf_sharded",
+        "hf bin": folder / "hf_bin", "safetensors": folder / "hf" / "model.safetensors", "state only": only_state,
+        "state folder": only_state / "step-1" / "state", "hf only": only_hf, "hf in step": run / "step-1" / "hf",
+    }
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
@@ -144,7 +147,8 @@ def test_files_that_are_no_archives_are_refused_with_a_reason(tmp_path, monkeypa
     (tmp_path / "text.safetensors").write_text("no")
     (tmp_path / "folder").mkdir()
     for name, reason in {
-        "evil.pt": "refused: .*run code", "whole_model.pt": "refused: .*state dict alone", "evil.bin": "refused|truncated",
+        "evil.pt": "refused: .*run code", "whole_model.pt": "refused: .*state dict alone",
+        "evil.bin": "refused|truncated",
         "cut.pt": "truncated", "cut_old.pt": "truncated", "text.pt": "truncated or no", "empty.pt": "truncated or no",
         "list.pt": "no state dict", "nothing.pt": "no state dict", "mixed.pt": "not tensors: b",
         "text.safetensors": "no safetensors", "folder": "is no archive", "nowhere.pt": "no archive at",
@@ -200,7 +204,8 @@ def test_buffers_and_names_of_older_files_are_understood():
     assert check_keys(neox, state).keys() == neox.state_dict().keys()
     gpt2 = tiny("gpt2")
     state = dict(gpt2.state_dict())
-    state["transformer.h.0.attn.bias"], state["transformer.h.1.attn.masked_bias"] = torch.ones(1, 1, 8, 8), torch.tensor(-1e4)
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    state["transformer.h.1.attn.masked_bias"] = torch.tensor(-1e4)
     del state["lm_head.weight"]
     assert check_keys(gpt2, state).keys() == gpt2.state_dict().keys()
     llama = tiny()
@@ -231,7 +236,8 @@ def test_a_hugging_face_folder_is_one_of_plain_weights(tmp_path):
     assert model.config.quantization_config and not model.generation_config.do_sample
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     assert opened.dtype == torch.bfloat16 and equal(model, opened)
-    assert not hasattr(opened.config, "quantization_config") and opened.lm_head.weight is opened.model.embed_tokens.weight
+    assert not hasattr(opened.config, "quantization_config")
+    assert opened.lm_head.weight is opened.model.embed_tokens.weight
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True,
                                         return_dict=False)
@@ -252,10 +258,12 @@ def test_export(tmp_path, family):
     shutil.copy(run / "step-1" / "policy.pt", bare)
     with pytest.raises(ValueError, match="--base"):
         export(bare, tmp_path / "out")
+    hf = run / "step-1" / "hf"
     exported = [export(run, tmp_path / "a"), export(run / "step-1" / "policy.pt", tmp_path / "b"),
-                export(bare, tmp_path / "c", base=str(run / "step-1" / "hf")), export(run / "step-1" / "hf", tmp_path / "d")]
+                export(bare, tmp_path / "c", base=str(hf)), export(hf, tmp_path / "d")]
     # a run with weights only: its config.yaml names the model
-    (bare.parent / "config.yaml").write_text(f"seed: 0\nmodel: {{name_or_path: {run}/LATEST/hf}}\ndata: {{chat_template: null}}\n")
+    config = f"model: {{name_or_path: {run}/LATEST/hf}}\ndata: {{chat_template: null}}\n"
+    (bare.parent / "config.yaml").write_text(config)
     exported.append(export(bare, tmp_path / "e"))
     only_state = saved_run(tmp_path / "only_state", model, ["state"])
     shutil.copy(bare.parent / "config.yaml", only_state)
@@ -276,7 +284,8 @@ def test_export(tmp_path, family):
 def test_the_export_script(tmp_path):
     run = saved_run(tmp_path / "run", tiny(), ["hf"], byte_tokenizer())
     command = [sys.executable, str(ROOT / "scripts" / "export")]
-    done = subprocess.run([*command, str(run), str(tmp_path / "out"), "--dtype", "float16"], capture_output=True, text=True)
+    done = subprocess.run([*command, str(run), str(tmp_path / "out"), "--dtype", "float16"],
+                          capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip().endswith("out"), done.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
     done = subprocess.run([*command, str(tmp_path / "no"), str(tmp_path / "x")], capture_output=True, text=True)

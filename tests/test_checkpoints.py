@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import checkpoints
 import step_folders
@@ -95,7 +97,7 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("name, kwargs", OPTIMIZERS, ids=lambda value: value if isinstance(value, str) else "+".join(value))
+@pytest.mark.parametrize("name, kwargs", OPTIMIZERS, ids=[f"{name} {'+'.join(kwargs)}" for name, kwargs in OPTIMIZERS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_every_optimizer_comes_back_bitwise(tmp_path, name, kwargs, dtype):
     def build(seed):
@@ -236,7 +238,8 @@ def test_free_space_is_looked_at_before_writing(tmp_path, monkeypatch):
     model = Small()
     assert "1.05 MB" in checkpointer.save(1, model, None, None, {}) and "0.00 MB free" in told[0]
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
-    assert checkpoints.estimate_bytes(tiny("llama"), None, ["policy"]) > 4 * sum(p.numel() for p in tiny("llama").parameters())
+    large = tiny("llama")
+    assert checkpoints.estimate_bytes(large, None, ["policy"]) > sum(p.nbytes for p in large.parameters())
 
 
 def in_a_child(action):
@@ -262,11 +265,8 @@ def in_a_child(action):
 STAGES = ["open", "state", "rng", "policy", "hf", "checksum", "manifest", "rename", "latest", "retention", "end"]
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["new", "replacing"])
-@pytest.mark.parametrize("stage", [*STAGES, "replace"])
+@pytest.mark.parametrize("stage, again", [(s, False) for s in STAGES] + [(s, True) for s in [*STAGES, "replace"]])
 def test_kill_9_inside_a_save(tmp_path, stage, again):
-    if stage == "replace" and not again:
-        pytest.skip("nothing to replace")
     everything = settings(formats=["state", "policy", "hf"], keep_last=1)
     model, first = tiny("neox"), 2 if again else 1
     checkpointer = Checkpointer(tmp_path, everything, World())
@@ -305,7 +305,8 @@ def test_damage_is_found_and_the_step_before_is_offered(tmp_path):
     (tmp_path / "step-2" / "state" / "trainer.pt").unlink()
     assert find_resumable(tmp_path, told.append).name == "step-1"
     told = "\n".join(told)
-    for words in ("differs from its checksum", "its manifest says", "no readable manifest", "cannot be read", "step-1 instead"):
+    for words in ("differs from its checksum", "its manifest says", "no readable manifest", "cannot be read",
+                  "step-1 instead"):
         assert words in told
     with pytest.raises(ValueError, match="no run folder"):
         find_resumable(tmp_path / "nowhere")
@@ -384,7 +385,8 @@ def two_processes(rank, folder, families):
     for family in families:
         run = folder / family
         model, optimizer = sharded(family, seed=5)
-        checkpointer = Checkpointer(run, settings(formats=["state", "policy", "hf"], async_save=True), world, told.append)
+        everything = settings(formats=["state", "policy", "hf"], async_save=True)
+        checkpointer = Checkpointer(run, everything, world, told.append)
         # what one process saved
         assert checkpointer.load(run / "step-1", model, optimizer) == {"n": 1}
         assert any("2 processes what 1 saved" in text for text in told) == (rank == 0)
@@ -464,3 +466,87 @@ def test_sharded_over_two_processes_and_back_on_one(tmp_path):
         same(dict(other.state_dict()), dict(hf.state_dict()))
         assert AutoTokenizer.from_pretrained(tmp_path / family / "step-2" / "hf").chat_template
         assert hf.config.architectures[0].startswith(("Llama", "GPTNeoX"))
+
+
+PLACEMENTS = ["replicas of shards", "replicas", "offloaded", "tensor parallel", "tensor parallel and sharded"]
+
+
+def placed(placement, seed):
+    model, options = tiny("neox", seed), {}
+    if placement.startswith("tensor parallel"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+        for block in model.gpt_neox.layers:
+            plan = {"dense_h_to_4h": ColwiseParallel(), "dense_4h_to_h": RowwiseParallel()}
+            parallelize_module(block.mlp, mesh["tp"], plan)
+        options["mesh"] = mesh["shard"]
+    elif placement.startswith("replicas"):
+        size = (2, 2) if "shards" in placement else (4, 1)
+        options["mesh"] = init_device_mesh("cpu", size, mesh_dim_names=("replicate", "shard"))
+    elif placement == "offloaded":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if placement != "tensor parallel":
+        for block in [*model.gpt_neox.layers, model]:
+            fully_shard(block, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # foreach takes one mesh only
+
+
+def four_processes(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
+    for placement in PLACEMENTS:
+        model, optimizer = placed(placement, 1)
+        checkpointer = Checkpointer(folder / placement, settings(formats=["state", "policy", "hf"], async_save=True),
+                                    World(rank, 4))
+        step(model, optimizer, 2)
+        assert checkpointer.save(1, model, optimizer, None, {}) is None
+        saved = snapshot(model, optimizer)
+        step(model, optimizer, 2)
+        assert checkpointer.finish() is None
+        other, resumed = placed(placement, 2)
+        checkpointer.load(checkpointer.resumable(), other, resumed)
+        same(saved, snapshot(other, resumed))
+        step(other, resumed, 2)
+        same(snapshot(model, optimizer), snapshot(other, resumed))
+        checkpointer.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_every_placement_on_four_processes_and_back_on_one(tmp_path):
+    mp.spawn(four_processes, (tmp_path,), nprocs=4)
+    for placement in PLACEMENTS:
+        model = tiny("neox", 7)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        checkpointer = Checkpointer(tmp_path / placement, settings(), World(), lambda text: None)
+        checkpointer.load(checkpointer.resumable(), model, optimizer)
+        policy = torch.load(tmp_path / placement / "LATEST" / "policy.pt", weights_only=True)["state"]
+        same(policy, dict(model.state_dict()))
+        # what is replicated is written once
+        written = sum(p.stat().st_size for p in (tmp_path / placement / "step-1" / "state").glob("*.distcp"))
+        assert written < 1.5 * 3 * sum(p.nbytes for p in model.parameters()) + 2500 * 4 * len(optimizer.state) * 4
+
+
+def one_rank_dies(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model = Small()
+    checkpointer = Checkpointer(folder / "run", settings(), World(rank, 2))
+    assert checkpointer.save(1, model, None, None, {"n": 1}) is None
+    if rank == 1:
+        checkpoints.hooks.append(lambda stage: os.kill(os.getpid(), signal.SIGKILL) if stage == "state" else None)
+    checkpointer.save(2, model, None, None, {"n": 2})
+
+
+@pytest.mark.slow
+def test_a_rank_killed_inside_a_save_ends_the_other_and_costs_no_checkpoint(tmp_path):
+    context = mp.get_context("spawn")
+    ranks = [context.Process(target=one_rank_dies, args=(rank, tmp_path)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert ranks[1].exitcode == -signal.SIGKILL and ranks[0].exitcode == 1  # not hanging, not pretending
+    model = Small(1)
+    checkpointer = Checkpointer(tmp_path / "run", settings(), World(), lambda text: None)
+    assert checkpointer.load(checkpointer.resumable(), model, None) == {"n": 1}
+    assert not list((tmp_path / "run").glob("*.tmp"))
