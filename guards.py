@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -111,17 +112,30 @@ class Heartbeat:
     """Each rank's place in the run, in a small file, so that a collective that stalls can say who is missing and where.
 
     Args:
-        folder: shared by the ranks; made by the caller on rank 0.
+        folder: in the run's folder, which all ranks see.
+        patience: seconds in one place after which this rank says who is missing: a little less than the time after
+            which the collective itself fails, because some backends then end the process without a word.
     """
 
-    def __init__(self, folder: str, rank: int, size: int):
-        self.folder, self.rank, self.size = folder, rank, size
+    def __init__(self, folder: str, rank: int, size: int, patience: float):
+        self.folder, self.rank, self.size, self.patience = folder, rank, size, patience
         self.enabled = size > 1
+        self.last = time.monotonic()
+        self.closed = threading.Event()
         if self.enabled:
             os.makedirs(folder, exist_ok=True)
+            threading.Thread(target=self._watch, daemon=True, name="heartbeat").start()
+
+    def _watch(self) -> None:
+        while not self.closed.wait(min(5.0, self.patience / 4)):
+            if time.monotonic() - self.last > self.patience:
+                print(f"rank {self.rank} has waited {self.patience:.0f} s for other ranks. Missing: {self.missing()}.",
+                      file=sys.stderr, flush=True)
+                return
 
     def at(self, place: str, update: int) -> None:
         """Say where this rank is: a few words, and the number of updates done."""
+        self.last = time.monotonic()
         if not self.enabled:
             return
         try:
@@ -133,6 +147,7 @@ class Heartbeat:
 
     def close(self) -> None:
         """Remove this rank's file, and the folder after the last one."""
+        self.closed.set()
         if self.enabled:
             try:
                 os.unlink(os.path.join(self.folder, f"rank-{self.rank}"))

@@ -177,7 +177,7 @@ def _resolve(name: str, config) -> tuple[str, object, NamedSource | None]:
         return "path", path, named
     if named:
         return ("function", named.function, named) if named.function else ("hub", named.hub, named)
-    if Path(name).expanduser().exists():
+    if _exists(name):
         return "path", Path(name).expanduser(), None
     if looks_like_path(name):
         raise ValueError(f"datasets: {name}: no such file or folder")
@@ -190,6 +190,13 @@ def _resolve(name: str, config) -> tuple[str, object, NamedSource | None]:
     raise ValueError(f"datasets: unknown data set {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
                      + f" Registered are {', '.join(known)}; or give the path of a local file or folder, a Hub name "
                        f"written owner/name or owner/name:config, or data.paths.{name}=PATH")
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).expanduser().exists()
+    except (OSError, RuntimeError):  # too long for a path, or the home of an unknown user
+        return False
 
 
 # ---- sources -----------------------------------------------------------------------------------------------------

@@ -334,14 +334,17 @@ def common_length(left: list[int], right: list[int]) -> int:
 
 @contextmanager
 def tokenizer_threads(workers: int | None):
-    """Lets the tokenizer use all cores, or only the calling thread's when workers is 0 or 1."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false" if workers in (0, 1) else "true"
+    """Lets a fast tokenizer use that many threads: all cores when None, only the calling thread when 0 or 1."""
+    wanted = {"TOKENIZERS_PARALLELISM": "false" if workers in (0, 1) else "true"}
+    if workers and workers > 1:
+        wanted["RAYON_NUM_THREADS"] = str(workers)  # read when the tokenizers' thread pool is first used
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -191,7 +191,7 @@ def _write(source: Source, encoder, limits, sft, key, parent: Path, label, progr
         counts["tokens"] = files["tokens"].length
         token_cache.write_manifest(folder, {
             "format": FORMAT, "key": key, "content": content, "name": source.name, "split": source.split,
-            "counts": {name: int(number) for name, number in sorted(counts.items())}, "notices": encoder.notices,
+            "counts": {name: int(number) for name, number in sorted(counts.items()) if number}, "notices": encoder.notices,
             "files": manifest_files})
         return token_cache.publish(folder, parent / label)
     except BaseException:

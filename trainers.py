@@ -46,6 +46,8 @@ def run(config, run_dir: str, world: World) -> float | None:
     except BaseException as problem:
         trainer.reporter.finish(False, f"{type(problem).__name__}: {problem}")
         raise
+    finally:
+        trainer.heartbeat.close()
     trainer.reporter.finish(True)
     return result
 
@@ -76,7 +78,8 @@ class BasicTrainer:
         self.signals: SignalWatch | None = None
         stop = config.early_stopping
         self.early_stop = EarlyStop(stop.metric, stop.patience, stop.min_delta, stop.mode)
-        self.heartbeat = Heartbeat(os.path.join(run_dir, ".heartbeat"), world.rank, world.size)
+        self.heartbeat = Heartbeat(os.path.join(run_dir, ".heartbeat"), world.rank, world.size,
+                                   patience=0.8 * 60 * config.guards.collective_timeout_minutes)
         # float16 gradients underflow without a factor on the loss; it adapts in `train_step`.
         self.loss_scale = 2.0 ** 16 if config.model.fsdp_policy_mp == "float16" else 1.0
         self.good_steps = 0
@@ -103,6 +106,10 @@ class BasicTrainer:
         if notice:
             self.notice(notice)
         return kernel, whole
+
+    def parameter_groups(self) -> list[dict]:
+        """Trainable parameters for the optimizer; it works on each group's parameters together."""
+        return [{"params": [p for p in self.policy.parameters() if p.requires_grad]}]
 
     def clip_gradients(self) -> torch.Tensor:
         """Scale gradients to at most max_grad_norm; their 2-norm over all parameters before that, float32 []."""
@@ -210,8 +217,7 @@ class BasicTrainer:
     def _make_optimizer(self) -> torch.optim.Optimizer:
         kind = getattr(torch.optim, self.config.optimizer)
         try:
-            return kind([p for p in self.policy.parameters() if p.requires_grad], lr=self.config.lr,
-                        **self.config.optimizer_kwargs)
+            return kind(self.parameter_groups(), lr=self.config.lr, **self.config.optimizer_kwargs)
         except TypeError as problem:
             raise ValueError(f"optimizer_kwargs={dict(self.config.optimizer_kwargs)} do not fit torch.optim."
                              f"{self.config.optimizer}: {problem}") from problem
@@ -591,7 +597,6 @@ class BasicTrainer:
             else:
                 self._between_steps(meter, last=True)
         self.checkpointer.close()
-        self.heartbeat.close()
         return self.last_eval.get("loss/eval")
 
     @property
@@ -621,7 +626,8 @@ class BasicTrainer:
             self._stop()
         if self.evaluated_at == self.step_number or self.saved_at == self.step_number:
             meter.restart()
-        self.checkpointer.poll()
+        if self.checkpointer.poll():
+            self.saved_at = None  # a save in the background failed: what is due next is saved then
         return over
 
     def _passed(self, every: int, done_at: int | None) -> bool:
@@ -760,6 +766,10 @@ class FSDPTrainer(BasicTrainer):
         if notice:
             self.notice(notice)
         return kernel, whole
+
+    def parameter_groups(self) -> list[dict]:
+        trainable = [p for p in self.policy.parameters() if p.requires_grad]
+        return [{"params": group} for group in self.sharding.by_mesh(trainable)]
 
     def clip_gradients(self) -> torch.Tensor:
         return self.sharding.clip_gradients(self.policy, self.config.max_grad_norm)
