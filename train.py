@@ -6,6 +6,7 @@ nothing heavy at the top, so that a mistake on the command line is told within a
 import glob
 import os
 import re
+import shutil
 import sys
 import time
 import traceback
@@ -147,13 +148,12 @@ def discard_unused(run_dir: str) -> None:
     """Remove a run folder in which nothing was measured or saved yet: a mistake leaves no folder behind."""
     try:
         names = set(os.listdir(run_dir))
+        sizes = [os.path.getsize(os.path.join(run_dir, name)) for name in names & {"metrics.jsonl", "samples.jsonl"}]
     except OSError:
         return
-    sizes = [os.path.getsize(os.path.join(run_dir, name)) for name in names & {"metrics.jsonl", "samples.jsonl"}]
-    if names <= {"config.yaml", "metrics.jsonl", "samples.jsonl", "notices.jsonl", "report.html"} and not any(sizes):
-        for name in names:
-            os.remove(os.path.join(run_dir, name))
-        _remove_empty(run_dir, levels=1)
+    if names <= {"config.yaml", "metrics.jsonl", "samples.jsonl", "notices.jsonl", "report.html", ".lock", ".heartbeat"} \
+            and not any(sizes):
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def discard_unused_sweep() -> None:
