@@ -84,8 +84,9 @@ def environment_after(tmp_path, commands, **variables):
     """Runs shell commands after sourcing a copy of scripts/_environment in a project of its own."""
     (tmp_path / "scripts").mkdir(exist_ok=True)
     (tmp_path / "scripts" / "_environment").write_bytes((ROOT / "scripts" / "_environment").read_bytes())
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "NO_VENV")}
     return subprocess.run(["bash", "-c", f"source scripts/_environment; {commands}"], cwd=tmp_path, text=True,
-                          capture_output=True, env={**os.environ, **variables}, stdin=subprocess.DEVNULL)
+                          capture_output=True, env={**inherited, **variables}, stdin=subprocess.DEVNULL)
 
 
 def fake_python(tmp_path, script):
