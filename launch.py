@@ -393,8 +393,7 @@ class _Rendezvous:
     """Where the ranks of one node meet: gives the init_method of torch.distributed.
 
     A file in memory that has no name in any folder, reached through this process's entry in /proc: nobody else can take
-    it, as a port can be taken, and nothing is left on the disk however this process ends. Elsewhere than on Linux a file
-    in a private folder, and with `port` that TCP port.
+    it, as a port can be taken, and nothing is left on the disk however this process ends. Not on Linux: a file in a private folder, and with `port` that TCP port.
     """
 
     def __init__(self, port: int | None):
@@ -459,7 +458,8 @@ def _local_size(size: int) -> int:
 def _srun_address() -> str:
     """tcp://MASTER_ADDR:MASTER_PORT, by default the first node of the step and a port drawn from the job's number."""
     env = os.environ
-    first = re.match(r"([^,\[]+)(?:\[(\d+))?", env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1")
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
+    first = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)  # of gpu[01-04,07],other
     address = env.get("MASTER_ADDR") or first.group(1) + (first.group(2) or "")
     job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or "0"
     return f"tcp://{address}:{env.get('MASTER_PORT') or 20000 + int(job) % 20000}"

@@ -1,4 +1,4 @@
-"""Preference data: named sources, files and Hub data sets -> prompt groups (text). tokenization.py makes tokens of them.
+"""Preference data: named sources, files and Hub data sets -> prompt groups (text); tokenization.py encodes them.
 
 To add a data set of your own, write one function and register it, here or in a module named by data.plugins:
 
@@ -37,7 +37,7 @@ HOLD_OUT_SE = 0.01  # the share of StackExchange that the DPO paper's reference 
 
 @dataclass(frozen=True)
 class NamedSource:
-    """A registered data set: either a function of the split, or a parser for the rows of a Hub data set and its copies."""
+    """A registered data set: a function of the split, or a parser for the rows of a Hub data set and its copies."""
     name: str
     truncation: str  # keep_start | keep_end: which end of a prompt that is too long stays
     function: Callable | None = None
@@ -80,7 +80,7 @@ REGISTRY["se"] = NamedSource("se", "keep_start", hub="HuggingFaceH4/stack-exchan
 # ---- configuration -----------------------------------------------------------------------------------------------
 
 def setting(config, path: str, default=None):
-    """The value at a dotted path of a config (mapping, DictConfig or object), or the default where it is absent or null."""
+    """The value at a dotted path of a config (mapping, DictConfig or object); the default where it is absent or null."""
     for key in path.split("."):
         if config is None:
             return default
@@ -122,8 +122,8 @@ def load_plugins(config):
             else:
                 importlib.import_module(str(plugin))
         except ImportError as error:
-            raise ValueError(f"data.plugins: cannot import {plugin} ({error}); give a .py file, or a module that Python "
-                             f"finds") from error
+            raise ValueError(f"data.plugins: cannot import {plugin} ({error}); give a .py file, or a module that "
+                             f"Python finds") from error
 
 
 def _columns_for(name: str, config) -> dict[str, str]:
@@ -133,8 +133,8 @@ def _columns_for(name: str, config) -> dict[str, str]:
     flat.update(columns.get(name) if isinstance(columns.get(name), dict) else {})
     for canonical, actual in flat.items():
         if canonical not in CANONICAL_COLUMNS or not isinstance(actual, str):
-            raise ValueError(f"data.columns.{canonical}={actual}: a column is named canonical: actual, where canonical is "
-                             f"one of {', '.join(CANONICAL_COLUMNS)}")
+            raise ValueError(f"data.columns.{canonical}={actual}: a column is named canonical: actual, where "
+                             f"canonical is one of {', '.join(CANONICAL_COLUMNS)}")
     return flat
 
 
@@ -218,7 +218,7 @@ class Source:
 
 
 def open_source(name: str, split: str, config, sft: bool = False) -> Source:
-    """Finds a data set and fingerprints it. Raises ValueError when it cannot be found or holds the wrong kind of data."""
+    """Finds a data set and fingerprints it. Raises ValueError when it cannot be found."""
     if split not in SPLITS:
         raise ValueError(f"split={split!r}; allowed are {SPLITS}")
     load_plugins(config)
@@ -239,8 +239,9 @@ def open_source(name: str, split: str, config, sft: bool = False) -> Source:
         content = rows.fingerprint
     hold_out = None if separate else HOLD_OUT_SE if named and named.name == "se" else fraction
     parser, columns = (named.parser, named.columns) if named else (None, ())
-    stream = _RowStream(name, split, rows, parser, columns, renames, hold_out, sft, hold_out is not None and parser is parse_se,
-                        worker_count(setting(config, "data.num_workers")))
+    workers = worker_count(setting(config, "data.num_workers"))
+    by_row = hold_out is not None and parser is parse_se
+    stream = _RowStream(name, split, rows, parser, columns, renames, hold_out, sft, by_row, workers)
     identity = [content, named.name if named else "", renames, hold_out, split if hold_out is not None else "", sft]
     fingerprint = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
     return Source(name, split, truncation, fingerprint, stream.groups)
@@ -345,8 +346,8 @@ def _hub_rows(name: str, target: str, split: str, sft: bool) -> tuple[_HubRows, 
         loaded = datasets.load_dataset(repository, configuration or None)
     except Exception as error:  # the library raises from many families; all of them mean: no data
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise ValueError(f"data set {name}: cannot load {target} from the Hugging Face Hub ({type(error).__name__}: {first}). "
-                         f"Without a network give a local copy: data.paths.{_key(name)}=FILE_OR_FOLDER (json, jsonl, "
+        raise ValueError(f"data set {name}: cannot load {target} from the Hugging Face Hub ({type(error).__name__}: "
+                         f"{first}). Without a network give a local copy: data.paths.{_key(name)}=FILE_OR_FOLDER (json, jsonl, "
                          f"csv, parquet or a saved `datasets` folder). If the data set has configurations, name one: "
                          f"{repository}:NAME") from error
     if not hasattr(loaded, "keys"):
@@ -415,8 +416,8 @@ class _RowStream:
         renamed = {key: value for key, value in row.items() if key not in taken and key not in self.renames}
         for canonical, actual in self.renames.items():
             if actual not in row:
-                raise ValueError(f"{self.rows.describe(where, number)}: column '{actual}' (data.columns.{canonical}) is "
-                                 f"missing; the row has {sorted(map(str, row))}")
+                raise ValueError(f"{self.rows.describe(where, number)}: column '{actual}' (data.columns.{canonical}) "
+                                 f"is missing; the row has {sorted(map(str, row))}")
             renamed[canonical] = row[actual]
         return renamed
 
@@ -424,7 +425,8 @@ class _RowStream:
         """Yields every row as PromptGroup, or the reason why it is dropped."""
         rows = self._rows()
         if self.parser is parse_se:  # HTML costs a hundred times what other rows do, so workers share it
-            parsed = ordered_map(_parse_rows, iter(lambda: list(islice(rows, 64)), []), self.workers, (self.parser, self.sft))
+            chunks = iter(lambda: list(islice(rows, 64)), [])
+            parsed = ordered_map(_parse_rows, chunks, self.workers, (self.parser, self.sft))
         else:
             parsed = (_parse_rows((self.parser, self.sft), [row]) for row in rows)
         for chunk in parsed:
@@ -488,18 +490,18 @@ class _RowStream:
             return lambda index, number: True
         wants_test = self.split == "test"
         if self.shuffled_split:
-            # StackExchange has no test split; the reference implementation shuffles with seed 42 and takes the first 1%.
+            # StackExchange has no test split; the reference implementation takes the first 1% after a shuffle of seed 42.
             import numpy as np
 
             order = np.random.default_rng(42).permutation(len(keys))
             test = set(order[:max(int(len(keys) * self.hold_out), 1)].tolist())
             return lambda index, number: (index in test) == wants_test
-        prompts = {number for number in keys if number}
+        lowest, highest = min(filter(None, keys), default=0), max(keys, default=0)
         limit = int(self.hold_out * 2**64)
-        if self.hold_out > 0 and len(prompts) > 1:
-            limit = min(max(limit, min(prompts) + 1), max(prompts))  # of two prompts, each split gets one
-        elif len(prompts) <= 1:
-            limit = 0
+        if lowest == highest:
+            limit = 0  # a single prompt is for training
+        elif self.hold_out > 0:
+            limit = min(max(limit, lowest + 1), highest)  # of two prompts, each split gets one
         return lambda index, number: (0 < number < limit) == wants_test
 
 

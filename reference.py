@@ -11,7 +11,7 @@ import hashlib
 import io
 import math
 import os
-import tempfile
+import secrets
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -159,13 +159,15 @@ class ReferenceCache:
         buffer = io.BytesIO()
         np.save(buffer, values)
         body = buffer.getvalue()
-        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".writing-")
+        # Not mkstemp, whose files nobody else may read: a cache folder can be shared.
+        temporary = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         try:
-            with os.fdopen(handle, "wb") as file:
+            with open(temporary, "xb") as file:
                 file.write(MAGIC + zlib.crc32(body).to_bytes(4, "big") + body)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            if os.path.exists(temporary):
+                os.unlink(temporary)
             raise

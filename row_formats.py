@@ -23,7 +23,7 @@ class PromptGroup:
     prompt: text, or a conversation as a list of {"role", "content"} that the tokenizer's chat template will render.
     pairs: (chosen, rejected) indices into responses. sft_target: the response that SFT learns, or None.
     row: number of the (first) source row, for messages. header: text at the end of a text prompt that opens the
-    assistant's turn, which truncation keeps. sft_score: what sft_target is chosen by when rows merge; None is the lowest.
+    assistant's turn, which truncation keeps. sft_score: decides which sft_target stays when rows merge; None is lowest.
     """
     prompt: str | list
     responses: list[str] = field(default_factory=list)
@@ -167,8 +167,8 @@ def parse_hh(row: dict, sft: bool) -> PromptGroup | str:
 def split_dialogues(chosen: str, rejected: str) -> PromptGroup | str:
     for name, dialogue in (("chosen", chosen), ("rejected", rejected)):
         if ASSISTANT not in dialogue:
-            raise ValueError(f"{name} has no {ASSISTANT!r} turn, so where its prompt ends cannot be known; give the prompt "
-                             f"in a column of its own (prompt, chosen, rejected)")
+            raise ValueError(f"{name} has no {ASSISTANT!r} turn, so where its prompt ends cannot be known; give the "
+                             f"prompt in a column of its own (prompt, chosen, rejected)")
     prompt = chosen[:chosen.rfind(ASSISTANT) + len(ASSISTANT)]
     if not rejected.startswith(prompt) or HUMAN in rejected[len(prompt):] or HUMAN in chosen[len(prompt):]:
         return DIVERGED
@@ -248,8 +248,8 @@ def _preferences(prompt, row: dict) -> PromptGroup | str:
     if conversations == (True, True):
         return _conversation_pair(prompt, _turns(chosen, "chosen"), _turns(rejected, "rejected"))
     if any(conversations):
-        raise ValueError(f"chosen is {describe(chosen)} but rejected is {describe(rejected)}: both must be text, or both "
-                         f"conversations")
+        raise ValueError(f"chosen is {describe(chosen)} but rejected is {describe(rejected)}: both must be text, or "
+                         f"both conversations")
     chosen, rejected = text_of(chosen, "chosen"), text_of(rejected, "rejected")
     if is_conversation(prompt):
         return pair_group(_prompt_messages(prompt), chosen, rejected)
@@ -384,8 +384,8 @@ def detect_format(columns, sft: bool):
         if not columns.issuperset(needed):
             continue
         if not has_pairs and not sft:
-            raise ValueError(f"columns {sorted(columns)} hold examples for loss=sft only, and no preferences; dpo and ipo "
-                             f"need chosen and rejected, or responses and pairs")
+            raise ValueError(f"columns {sorted(columns)} hold examples for loss=sft only, and no preferences; dpo and "
+                             f"ipo need chosen and rejected, or responses and pairs")
         if parser is parse_completion and "label" in columns:
             raise ValueError("columns prompt, completion and label are unpaired preferences, which no loss here uses; "
                              "keep the good completions and leave the column label out")

@@ -100,7 +100,7 @@ SCHEMA = {
     "data.weights": mapping("mixing: name: relative weight"),
     "data.plugins": Key("modules or .py files that register data sets of your own", "names"),
     "data.test_fraction": number("rows held out where a source has no test split", high=1, open=True),
-    "data.truncation": choice("which end of a long prompt survives; null: by source", "keep_end", "keep_start", null=True),
+    "data.truncation": choice("end of a long prompt that survives; null: by source", "keep_end", "keep_start", null=True),
     "data.on_overlong": choice("an example too long after its prompt was cut", "truncate", "drop", "error"),
     "data.chat_template": text("a Jinja template or its path; null: the tokenizer's", null=True),
     "data.cache_dir": text("tokenised data sets; null: under the local dir", null=True),
@@ -414,8 +414,8 @@ def _check_optimizer(flat: dict) -> None:
     if flat["fsdp.cpu_offload"]:
         for key in ("fused", "capturable"):
             if arguments.get(key):
-                raise ValueError(f"optimizer_kwargs.{key}=true steps on the accelerator, and fsdp.cpu_offload=true keeps "
-                                 "the parameters in host memory; set one of them to false")
+                raise ValueError(f"optimizer_kwargs.{key}=true steps on the accelerator, and fsdp.cpu_offload=true "
+                                 "keeps the parameters in host memory; set one of them to false")
 
 
 def _check_loss_and_evaluation(flat: dict) -> None:
@@ -433,8 +433,8 @@ def _check_loss_and_evaluation(flat: dict) -> None:
         allowed = [m for m in EVAL_METRICS if flat["loss.name"] != "sft" or m in ("loss/eval", "logps_eval/chosen")]
         # With several data sets each metric also comes for each of them alone, under <metric>/<data set>.
         if metric not in allowed and not any(metric == f"{m}/{data}" for m in allowed for data in flat["datasets"]):
-            raise ValueError(f"{key}={metric} is not a metric of loss={flat['loss.name']}; allowed: {', '.join(allowed)}"
-                             f", each also as METRIC/DATASET{near_miss(metric, allowed)}")
+            raise ValueError(f"{key}={metric} is not a metric of loss={flat['loss.name']}; allowed: "
+                             f"{', '.join(allowed)}, each also as METRIC/DATASET{near_miss(metric, allowed)}")
     if flat["early_stopping.metric"] is None:
         for key in ("early_stopping.patience", "early_stopping.min_delta", "early_stopping.mode"):
             _refuse_change(flat, key, "early_stopping.metric is null, so nothing is watched")
@@ -459,8 +459,8 @@ def _check_placement(flat: dict, device_count: int | None) -> None:
     if device_count is not None and kind == "cuda":
         index = int(device.partition(":")[2] or 0) if device else 0
         if index >= device_count:
-            raise ValueError(f"device={device}: there {'is' if device_count == 1 else 'are'} {device_count} CUDA "
-                             f"device{'' if device_count == 1 else 's'} here" + ("; use device=cpu" if not device_count else ""))
+            devices = "is 1 CUDA device" if device_count == 1 else f"are {device_count} CUDA devices"
+            raise ValueError(f"device={device}: there {devices} here{'' if device_count else '; use device=cpu'}")
     if kind == "cpu":
         for key in ("model.fsdp_policy_mp", "model.reference_dtype", "fsdp.reduce_dtype"):
             if flat[key] == "float16":
@@ -474,10 +474,11 @@ def _check_placement(flat: dict, device_count: int | None) -> None:
     joined = joined_world()
     if joined is not None:
         if world is not None and world != joined[1]:
-            raise ValueError(f"world_size={world}, but {joined[3]} started {joined[1]} processes; leave world_size=null")
+            raise ValueError(f"world_size={world}, but {joined[3]} started {joined[1]} processes; "
+                             "leave world_size=null")
         if flat["fsdp_port"] is not None:
-            raise ValueError(f"fsdp_port={flat['fsdp_port']}: under {joined[3]} the meeting point comes from MASTER_ADDR "
-                             "and MASTER_PORT; leave fsdp_port=null")
+            raise ValueError(f"fsdp_port={flat['fsdp_port']}: under {joined[3]} the meeting point comes from "
+                             "MASTER_ADDR and MASTER_PORT; leave fsdp_port=null")
         world = joined[1]
     if trainer == "BasicTrainer":
         if world is not None and world > 1:
@@ -496,7 +497,8 @@ def _check_placement(flat: dict, device_count: int | None) -> None:
     if world is None and device_count is not None:
         world = 1 if kind == "cpu" else device_count
     if kind == "cuda" and device_count is not None and not joined and world > device_count:
-        raise ValueError(f"world_size={world}, but only {device_count} CUDA devices are visible here; one process a device")
+        raise ValueError(f"world_size={world}, but only {device_count} CUDA devices are visible here; "
+                         "there is one process a device")
     _check_sharding(flat, world)
 
 
@@ -521,8 +523,8 @@ def _check_sharding(flat: dict, world: int | None) -> None:
                                "left to shard over")
     shards = world if world is None or trainer == "FSDPTrainer" else world // tp
     if shards is not None and flat["batch_size"] < shards:
-        raise ValueError(f"batch_size={flat['batch_size']} is less than the {shards} processes that share it, which would "
-                         f"leave some without an example; use batch_size={shards} or more, or a smaller world_size")
+        raise ValueError(f"batch_size={flat['batch_size']} is less than the {shards} processes that share it, which "
+                         f"would leave some without an example; use batch_size={shards} or more, or a smaller world_size")
     replicas = flat["fsdp.replicas"]
     if strategy != "HYBRID_SHARD" and replicas is not None:
         raise ValueError(f"fsdp.replicas={replicas} needs fsdp=hybrid_shard; {strategy} decides the copies itself")
@@ -546,7 +548,8 @@ def _check_run(flat: dict) -> None:
     if not formats:
         raise ValueError("checkpoint.formats=[] would save nothing; name state, policy or hf, or use debug=true")
     if flat["checkpoint.async_save"] and "state" not in formats:
-        raise ValueError("checkpoint.async_save=true writes the state in the background: add state to checkpoint.formats")
+        raise ValueError("checkpoint.async_save=true writes the state in the background: add state to "
+                         "checkpoint.formats")
     if not flat["checkpoint.keep_best"] and flat["checkpoint.best_metric"]:
         raise ValueError(f"checkpoint.best_metric={flat['checkpoint.best_metric']} needs checkpoint.keep_best=true")
     if flat["resume"] is not None:

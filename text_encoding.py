@@ -25,7 +25,7 @@ _PRIVATE = [chr(code) for code in range(0xE000, 0xF8FF)]
 class Layout:
     """A group's texts as they will be encoded: `prompt` is a prefix of each of `fulls`.
 
-    markers: control tokens in these texts are real ones (a rendered conversation), but for the stand-ins in `stood_for`.
+    markers: control tokens in these texts are real ones (a rendered conversation), except stand-ins in `stood_for`.
     terminated: the texts end with the turn's own end token, so no EOS is added.
     header: the end of the prompt that truncation keeps; None when it takes another rendering (see `header_of`).
     """
@@ -201,7 +201,8 @@ class TextEncoder:
     def encode_layouts(self, layouts: list[Layout]) -> list[list[list[int]]]:
         """For each layout the ids of its prompt and of each full text, in one batch of each kind."""
         plain = [text for each in layouts if not each.markers for text in (each.prompt, *each.fulls)]
-        marked = [text for each in layouts if each.markers and not each.stood_for for text in (each.prompt, *each.fulls)]
+        marked = [text for each in layouts if each.markers and not each.stood_for
+                  for text in (each.prompt, *each.fulls)]
         plain_ids = iter(self.encode_plain(plain) if plain else ())
         marked_ids = iter(self.encode_marked(marked) if marked else ())
         result = []
@@ -218,11 +219,12 @@ class TextEncoder:
 
     def lay_out(self, group: PromptGroup, responses: list[str]) -> Layout:
         """The texts of a group. Raises ValueError when the chat template refuses the conversation."""
-        contents = [message["content"] for message in group.prompt] if isinstance(group.prompt, list) else [group.prompt]
+        conversation = isinstance(group.prompt, list)
+        contents = [message["content"] for message in group.prompt] if conversation else [group.prompt]
         lookalikes = sum(bool(self._control_text.search(text)) for text in contents + responses)
         if lookalikes:
             self.counts["texts_with_control_lookalikes"] += lookalikes
-        if isinstance(group.prompt, list):
+        if conversation:
             if self.template:
                 return self._rendered(group.prompt, responses, bool(lookalikes))
             self._notice("the tokenizer has no chat template: conversations are laid out as "
@@ -260,8 +262,8 @@ class TextEncoder:
         for response in responses:
             text = self._render(messages + [{"role": "assistant", "content": response}])
             if not text.endswith(tail):
-                raise ValueError("the chat template ends this assistant turn otherwise than others, so its end cannot be "
-                                 "told; give another template with data.chat_template")
+                raise ValueError("the chat template ends this assistant turn otherwise than others, so its end cannot "
+                                 "be told; give another template with data.chat_template")
             body = text[:len(text) - len(tail)]
             # A template may look into the answer (reasoning blocks, say): what all answers share is the prompt.
             if not body.startswith(prompt):

@@ -153,7 +153,7 @@ def read_manifest(folder: Path) -> dict:
 
 
 def why_unusable(folder: Path, expected: dict | None = None) -> str | None:
-    """None for a folder whose manifest, sizes and checksums are right; else what is wrong, '' when it does not exist."""
+    """None for a folder whose manifest, sizes and checksums are right; else what is wrong, '' where there is none."""
     if not folder.is_dir():
         return ""
     try:

@@ -1,13 +1,13 @@
 """Prompt groups (text) -> TokenizedDataset: token ids in memory-mapped arrays, made once and cached by content.
 
 The rules (each has a test):
-- prompt + response is encoded whole and split where the prompt ends. Where the tokenizer merges across that boundary, the
-  prompt is the longest token prefix that the prompt alone and every prompt + response share.
+- prompt + response is encoded whole and split where the prompt ends. Where the tokenizer merges across that boundary,
+  the prompt is the longest token prefix that the prompt alone and every prompt + response share.
 - at most one BOS, where the tokenizer itself would add one; exactly one EOS at a response's end (in a conversation, the
   chat template's own end-of-turn token). Text that looks like a control token is text.
-- a group whose prompt + longest response exceeds max_length has its prompt cut to max_prompt_length (its end or its start
-  stays; BOS and the assistant's header always do), then each response gets all the rest of max_length. A response that was
-  cut has no EOS.
+- a group whose prompt + longest response exceeds max_length has its prompt cut to max_prompt_length (its end or its
+  start stays; BOS and the assistant's header always do), then each response gets all the rest of max_length. A response
+  that was cut has no EOS.
 """
 
 import atexit
@@ -146,15 +146,15 @@ def load_tokenized(name: str, split: str, tokenizer, config, sft: bool, progress
     try:
         folder = make(parent)
     except CacheWriteError as error:
-        notice.append(f"the token cache {parent} cannot be written ({error.strerror or error}): tokens go into a temporary "
-                      f"folder for this run; data.cache_dir names another")
+        notice.append(f"the token cache {parent} cannot be written ({error.strerror or error}): tokens go into a "
+                      f"temporary folder for this run; data.cache_dir names another")
         temporary = Path(tempfile.mkdtemp(prefix="tokens-"))
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         try:
             folder = make(temporary)
         except CacheWriteError as second:
-            raise ValueError(f"tokens can be written neither to {parent} ({error}) nor to {temporary} ({second}); free some "
-                             f"space, or name a folder with data.cache_dir") from second
+            raise ValueError(f"tokens can be written neither to {parent} ({error}) nor to {temporary} ({second}); free "
+                             f"some space, or name a folder with data.cache_dir") from second
     dataset = _opened(folder, name, split)
     dataset.notices = notice + dataset.notices
     return dataset
@@ -191,8 +191,8 @@ def _write(source: Source, encoder, limits, sft, key, parent: Path, label, progr
         counts["tokens"] = files["tokens"].length
         token_cache.write_manifest(folder, {
             "format": FORMAT, "key": key, "content": content, "name": source.name, "split": source.split,
-            "counts": {name: int(number) for name, number in sorted(counts.items()) if number}, "notices": encoder.notices,
-            "files": manifest_files})
+            "counts": {name: int(number) for name, number in sorted(counts.items()) if number},
+            "notices": encoder.notices, "files": manifest_files})
         return token_cache.publish(folder, parent / label)
     except BaseException:
         for file in files.values():
@@ -233,8 +233,10 @@ def tokenized_chunks(source: Source, encoder: TextEncoder, limits: Limits, sft: 
 
     def laid_out():
         while chunk := list(islice(groups, CHUNK)):
-            work.append((len(chunk), [laid for group in chunk if (laid := _laid_out(group, encoder, sft, source, counts))]))
-            yield [layout for _, layout, _ in work[-1][1]]
+            laid = [_laid_out(group, encoder, sft, source, counts) for group in chunk]
+            laid = [each for each in laid if each]
+            work.append((len(chunk), laid))
+            yield [layout for _, layout, _ in laid]
 
     with tokenizer_threads(workers), bar as shown:
         if encoder.is_fast:
@@ -305,8 +307,8 @@ def _fitted(group: PromptGroup, layout: Layout, pairs, ids, encoder: TextEncoder
     longest = max(map(len, responses))
     if len(prompt) + longest > limits.max_length:
         if limits.on_overlong == "error":
-            raise ValueError(f"row {group.row}: prompt of {len(prompt)} + response of {longest} tokens exceed max_length="
-                             f"{limits.max_length}; raise it, or set data.on_overlong to truncate or drop")
+            raise ValueError(f"row {group.row}: prompt of {len(prompt)} + response of {longest} tokens exceed "
+                             f"max_length={limits.max_length}; raise it, or set data.on_overlong to truncate or drop")
         if limits.on_overlong == "drop":
             alive = [len(prompt) + len(response) <= limits.max_length for response in responses]
         else:
@@ -333,7 +335,8 @@ def _fitted(group: PromptGroup, layout: Layout, pairs, ids, encoder: TextEncoder
         counts[reason] += len(alive) - len(used)
     if not used:
         return None
-    return TokenGroup(prompt, [responses[index] for index in used], pairs, [truncated[index] for index in used], group.row)
+    return TokenGroup(prompt, [responses[index] for index in used], pairs, [truncated[index] for index in used],
+                      group.row)
 
 
 def _kept_start(prompt: list[int], prefix: list[int], encoder: TextEncoder) -> int:

@@ -151,8 +151,9 @@ def discard_unused(run_dir: str) -> None:
         sizes = [os.path.getsize(os.path.join(run_dir, name)) for name in names & {"metrics.jsonl", "samples.jsonl"}]
     except OSError:
         return
-    if names <= {"config.yaml", "metrics.jsonl", "samples.jsonl", "notices.jsonl", "report.html", ".lock", ".heartbeat"} \
-            and not any(sizes):
+    from_the_start = {"config.yaml", "metrics.jsonl", "samples.jsonl", "notices.jsonl", "report.html", ".lock",
+                      ".heartbeat"}
+    if names <= from_the_start and not any(sizes):
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
@@ -277,7 +278,7 @@ def arguments_for_hydra(arguments: list[str]) -> list[str]:
     """The arguments with two of Hydra's peculiarities taken away: keys of free mappings need no +, and -m can stand
     anywhere."""
     arguments = [("++" + argument if argument.startswith(FREE_KEYS) else argument) for argument in arguments]
-    return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))  # sorting keeps the rest in order
+    return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))  # the rest stays in order
 
 
 def tell(error: Exception, where: str = "", wants_traceback: bool = False) -> int:
@@ -327,8 +328,8 @@ def explain_composition(error: Exception) -> str:
         return settings.unknown_key(key, _composed_without(key))
     if "Error parsing override" in said or "mismatched input" in said or "LexerNoViableAlt" in said:
         argument = re.search(r"override '(.*)'", said)
-        return (f"cannot read the argument {argument.group(1) if argument else ''}: write KEY=VALUE, and put quotes around "
-                "values with spaces or special signs: 'KEY=\"VALUE\"'")
+        return (f"cannot read the argument {argument.group(1) if argument else ''}: write KEY=VALUE, and put quotes "
+                "around values with spaces or special signs: 'KEY=\"VALUE\"'")
     cause = str(error.__cause__ or "")
     return " ".join(f"{said} {cause if cause not in said else ''}".split())
 

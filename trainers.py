@@ -187,7 +187,8 @@ class BasicTrainer:
     def _widest_unit(self, mixture: Mixture) -> Unit:
         """A prompt group of several responses, for the self-check of prefix sharing."""
         units = mixture.units(mixture.order(self.config.seed, 0, None)[:64])
-        unit = max(units, key=lambda unit: len(unit.responses))
+        # The longest row of several responses, so that an attention window is exceeded if any row of the run does.
+        unit = max(units, key=lambda unit: (len(unit.responses) > 1, unit.cost()))
         if len(unit.responses) == 1 and len(units) > 1:
             # SFT has one response a prompt; another prompt's answer does for a second branch.
             other = next(u for u in units if u is not unit)

@@ -132,7 +132,7 @@ def free_port() -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch on all devices, for whatever of the libraries draws without a generator of its own."""
+    """Seed Python, NumPy and torch on all devices, for what in the libraries draws without a generator of its own."""
     import random
 
     import numpy

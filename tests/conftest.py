@@ -1,4 +1,4 @@
-"""What all tests share: the project on the path, one thread a process, no network, and short ways to compose and run."""
+"""What all tests share: the project on the path, few threads, no network, and short ways to compose and run."""
 import os
 import subprocess
 import sys

@@ -60,7 +60,7 @@ def test_help_and_cfg(command, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# ---- Sweeps and results, with a trainer that only says what it was given -----------------------------------------------
+# ---- Sweeps and results, with a trainer that only says what it was given --------------------------------------------
 
 SCRIPT = """
 import os, sys
@@ -270,12 +270,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how, expected", [
-    ("same", "result [2.0, 1.0, 'folder']"), pytest.param("differ", "told the configuration differs between the processes", marks=pytest.mark.slow)])
+    ("same", "result [2.0, 1.0, 'folder']"),
+    pytest.param("differ", "told the configuration differs between the processes", marks=pytest.mark.slow)])
 def test_joining_torchrun(tmp_path, how, expected):
     (tmp_path / "joined.py").write_text(JOINED.format(root=str(ROOT)))
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(utils.free_port()),
-         "joined.py", how], cwd=tmp_path, text=True, capture_output=True, timeout=100)
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
+         "--master_port", str(utils.free_port()), "joined.py", how], cwd=tmp_path, text=True, capture_output=True, timeout=100)
     assert done.stdout.count(expected) == 2, done.stdout + done.stderr
 
 

@@ -185,7 +185,8 @@ def test_se_shuffle_is_that_of_the_datasets_library():
 @pytest.mark.parametrize("html, text", [
     ("<p>Use <code>a &lt; b</code> or see <a href='http://x.y/?q=1'>the <em>manual</em></a>.</p>",
      "Use <code>a < b</code> or see the manual."),
-    ("<p>one</p>\n\n<pre><code>if x:\n    y()\n</code></pre>\n\n<p>two</p>", "one\n\n<code>if x:\n    y()</code>\n\ntwo"),
+    ("<p>one</p>\n\n<pre><code>if x:\n    y()\n</code></pre>\n\n<p>two</p>",
+     "one\n\n<code>if x:\n    y()</code>\n\ntwo"),
     ("<ul>\n<li>first</li>\n<li><p>second</p><ul><li>inner</li></ul></li>\n</ul>", "- first\n- second\n  - inner"),
     ("<ol><li>a</li><li>b</li></ol>", "1. a\n2. b"),
     ("<ul>loose<ul><li>nested</li></ul></ul>", "loose\n  - nested"),
@@ -249,8 +250,8 @@ def test_every_format_in_every_file(tmp_path, file, row, prompt, rest):
     ({"prompt": "Q:", "completion": " yes"}, "Q:", " yes"),
     ({"prompt": chat("q"), "completion": [{"role": "assistant", "content": "yes"}]}, chat("q"), "yes"),
     ({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "yes"}]}, chat("q"), "yes"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, {"role": "assistant", "content": "yes"}]},
-     chat("q"), "yes"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]},
+                   {"role": "assistant", "content": "yes"}]}, chat("q"), "yes"),
     ({"prompt": "Q:", "chosen": " good", "rejected": " bad"}, "Q:", " good")])
 def test_sft_formats(tmp_path, row, prompt, target):
     path = write(tmp_path / "d.jsonl", [row])
@@ -400,9 +401,10 @@ def test_unknown_names_are_refused_in_no_time_and_without_torch(tmp_path):
             "start = time.perf_counter()\n"
             "try: p.check_dataset_names(['hhh'], {})\n"
             "except ValueError as error: print(error)\n"
-            "print(time.perf_counter() - start < 0.1, sorted({'torch', 'datasets', 'bs4', 'transformers'} & set(sys.modules)))")
+            "print(time.perf_counter() - start < 0.1)\n"
+            "print(sorted({'torch', 'datasets', 'bs4', 'transformers', 'pyarrow'} & set(sys.modules)))")
     output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "unknown data set 'hhh'. Did you mean 'hh'? Registered are hh, se, shp" in output and "True []" in output
+    assert "unknown data set 'hhh'. Did you mean 'hh'? Registered are hh, se, shp" in output and output.endswith("True\n[]\n")
 
 
 @pytest.mark.parametrize("names, data, complaint", [
@@ -422,8 +424,8 @@ def test_a_custom_source_is_one_registered_function(tmp_path):
     plugin.write_text("from preference_datasets import register_dataset\n"
                       "@register_dataset('xyz', truncation='keep_start')\n"
                       "def get_xyz(split):\n"
-                      "    return {'q ' + split: {'responses': ['a', 'b', 'b', ''], 'pairs': [(0, 1), (2, 0), (0, 3)],\n"
-                      "                           'sft_target': 'a'}}\n")
+                      "    return {'q ' + split: {'responses': ['a', 'b', 'b', ''], 'sft_target': 'a',\n"
+                      "                           'pairs': [(0, 1), (2, 0), (0, 3)]}}\n")
     settings_ = config(tmp_path, plugins=[str(plugin)])
     try:
         check_dataset_names(["xyz"], settings_)
@@ -461,7 +463,8 @@ def test_a_hub_that_cannot_be_reached_is_explained(tmp_path, monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(ValueError, match=r"Anthropic/hh-rlhf .*ConnectionError: no network.*data.paths.hh=FILE_OR_FOLDER"):
+    complaint = r"Anthropic/hh-rlhf .*ConnectionError: no network.*data.paths.hh=FILE_OR_FOLDER"
+    with pytest.raises(ValueError, match=complaint):
         load_groups("hh", "train", config(tmp_path))
 
 
@@ -492,20 +495,23 @@ def test_hub_splits(tmp_path, monkeypatch):
 
 # ---- fuzz --------------------------------------------------------------------------------------------------------
 
-NASTY = st.sampled_from(["", " ", "\x00", "<|endoftext|>", "</s>", "\ud800", "\ufeff", "\u2028", f"{H} a{A} b", "x" * 70_000])
+NASTY = st.sampled_from(["", " ", "\x00", "<|endoftext|>", "</s>", "\ud800", "\ufeff", "\u2028", f"{H} a{A} b",
+                          "x" * 70_000])
 TEXT = st.one_of(st.text(max_size=20), NASTY)
 JSON = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXT),
                     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXT, inner, max_size=3)),
                     max_leaves=6)
-MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]) | JSON, "content": TEXT | JSON})
+ROLE = st.sampled_from(["user", "assistant", "system"])
+MESSAGE = st.fixed_dictionaries({"role": ROLE | JSON, "content": TEXT | JSON})
 COLUMN = st.sampled_from(preference_datasets.CANONICAL_COLUMNS + ["other"])
-VALUE = st.one_of(TEXT, JSON, st.lists(MESSAGE, max_size=3), st.lists(st.lists(st.integers(-1, 3), max_size=3), max_size=3))
+PAIRS = st.lists(st.lists(st.integers(-1, 3), max_size=3), max_size=3)
+VALUE = st.one_of(TEXT, JSON, st.lists(MESSAGE, max_size=3), PAIRS)
 SHAPES = st.one_of(
     st.dictionaries(COLUMN, VALUE, max_size=5),
     st.fixed_dictionaries({"prompt": VALUE, "chosen": VALUE, "rejected": VALUE}),
     st.fixed_dictionaries({"prompt": TEXT, "responses": st.lists(TEXT, max_size=3) | VALUE, "pairs": VALUE}),
-    st.fixed_dictionaries({"history": TEXT, "human_ref_A": TEXT, "human_ref_B": VALUE, "labels": st.integers(0, 1) | JSON,
-                           "score_A": st.integers() | st.floats() | JSON, "score_B": st.floats() | st.integers()}),
+    st.fixed_dictionaries({"history": TEXT, "human_ref_A": TEXT, "human_ref_B": VALUE,
+                           "labels": st.integers(0, 1) | JSON, "score_A": st.integers() | st.floats() | JSON, "score_B": st.floats() | st.integers()}),
     st.fixed_dictionaries({"question": TEXT, "answers": st.lists(st.fixed_dictionaries(
         {"text": TEXT, "pm_score": st.floats() | st.integers() | JSON}), max_size=3) | VALUE}))
 

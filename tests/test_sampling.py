@@ -198,8 +198,10 @@ def sample_sharded(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     model = make_model()
-    for block in model.model.layers:
-        fully_shard(block, reshard_after_forward=False)
+    # One block gathers its parameters in each forward, so that an unequal number of forwards hangs; the other and the
+    # root keep them, so that parameters left gathered are seen.
+    for block, again in zip(model.model.layers, (True, False)):
+        fully_shard(block, reshard_after_forward=again)
     fully_shard(model)
     world = World(rank=rank, size=size)
     # Five prompts over two ranks in batches of two: rank 1 has a dummy batch at the end; texts end at different steps.

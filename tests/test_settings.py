@@ -193,7 +193,7 @@ def test_optimizers_match_torch():
     ("trainer=FSDPTrainer device=cuda:1", ["CUDA_VISIBLE_DEVICES"]),
     ("trainer=FSDPTrainer device=mps", ["BasicTrainer"]),
     ("device=cpu model.attention=flex", ["needs CUDA"]),
-    ("trainer=FSDPTrainer fsdp.cpu_offload=true optimizer=AdamW +optimizer_kwargs.fused=true", ["fused", "cpu_offload"]),
+    ("trainer=FSDPTrainer fsdp.cpu_offload=true optimizer=AdamW +optimizer_kwargs.fused=true", ["fused", "offload"]),
 ])
 def test_refused(line, words):
     with pytest.raises(ValueError) as error:

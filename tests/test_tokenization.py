@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 REAL_HH = ROOT.parent / "shared" / "data" / "hh-rlhf"
 CASES = ROOT.parent / "shared" / "cases" / "losses.json"
 H, A = "\n\nHuman:", "\n\nAssistant:"
-CORPUS = [f"{H} Is the sky blue? yes yellow yes yellow{A} The sky is blue and the sun is yellow.", "user assistant system",
-          "a good answer and a bad answer, the quick brown fox jumps over the lazy dog"] * 20
+CORPUS = [f"{H} Is the sky blue? yes yellow yes yellow{A} The sky is blue and the sun is yellow.",
+          "user assistant system", "a good answer and a bad answer, the quick brown fox jumps over the lazy dog"] * 20
 EOS, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -43,7 +44,8 @@ def byte_level(bos=None, adds_bos=False, template=None, prefix_space=False):
     inner.decoder = decoders.ByteLevel()
     special = [EOS, START, END] + ([bos] if bos else [])
     inner.train_from_iterator(CORPUS, trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        vocab_size=400, special_tokens=special, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     if adds_bos:
         inner.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[
             (bos, inner.token_to_id(bos))])
@@ -57,7 +59,8 @@ def metaspace(scheme="first", kind="bpe", template=None):
     if kind == "bpe":
         inner = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
         inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=True)
-        inner.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, show_progress=False, special_tokens=special))
+        inner.train_from_iterator(CORPUS, trainers.BpeTrainer(
+            vocab_size=300, show_progress=False, special_tokens=special))
         state = json.loads(inner.to_str())  # the trainer knows no byte tokens, so they are added by hand
         state["pre_tokenizer"]["split"] = False  # words were split to learn from, and are not split to encode
         vocabulary = state["model"]["vocab"]
@@ -130,7 +133,7 @@ def test_a_shared_beginning_stays_in_both_responses(tmp_path, tokenizers, name):
     tokenizer = tokenizers[name]
     dataset = load(tmp_path, [pair()], tokenizer)
     prompt, chosen, rejected = segments(dataset)
-    bos = [] if "BOS" == name or tokenizer.bos_token_id is None or name == "BOS never added" else [tokenizer.bos_token_id]
+    bos = [] if tokenizer.bos_token_id is None or name == "BOS never added" else [tokenizer.bos_token_id]
     assert prompt == bos + plain(tokenizer, "Is the sky blue?")
     assert prompt + chosen == bos + plain(tokenizer, "Is the sky blue?yellow") + [tokenizer.eos_token_id]
     assert prompt + rejected == bos + plain(tokenizer, "Is the sky blue?yes") + [tokenizer.eos_token_id]
@@ -152,8 +155,8 @@ def test_text_that_looks_like_control_tokens_is_text(tmp_path, tokenizers, name)
         assert [token for token in response if token in control] == [tokenizer.eos_token_id]
         assert response[-1] == tokenizer.eos_token_id and len(response) > 2
     if tokenizer.unk_token_id not in prompt + responses[0]:
-        # lstrip: word marks are not always told from blanks at a text's start
-        words = tokenizer.decode(prompt[prompt[0] == bos:], skip_special_tokens=False) + tokenizer.decode(responses[0][:-1])
+        # Blanks aside: a word mark at a text's start is no blank of the text.
+        words = tokenizer.decode(prompt[prompt[0] == bos:]) + tokenizer.decode(responses[0][:-1])
         assert words.replace(" ", "") == (rows[0]["prompt"] + rows[0]["chosen"]).replace(" ", "")
     assert dataset.counts["texts_with_control_lookalikes"] == 3
 
@@ -182,7 +185,8 @@ def test_a_merge_across_the_boundary_shares_the_common_prefix(tmp_path, gpt2):
     dataset = load(tmp_path, [pair("a good answ", "er", "!")], gpt2)
     prompt, chosen, rejected = segments(dataset)
     eos = [gpt2.eos_token_id]
-    assert prompt + chosen == plain(gpt2, "a good answer") + eos and prompt + rejected == plain(gpt2, "a good answ!") + eos
+    assert prompt + chosen == plain(gpt2, "a good answer") + eos
+    assert prompt + rejected == plain(gpt2, "a good answ!") + eos
     assert len(prompt) < len(plain(gpt2, "a good answ")) and dataset.counts["merged_boundaries"] == 1
 
 
@@ -194,13 +198,14 @@ def test_an_empty_prompt_still_has_a_token_before_the_response(tmp_path, tokeniz
     assert prompt == [start] and chosen == plain(tokenizer, "yes") + [tokenizer.eos_token_id]
 
 
-FUZZ_TEXT = st.one_of(st.text(max_size=12), st.sampled_from(["ye", "yellow", EOS, END, "</s>", "<s>", " ", "\n\n", "answ"]))
+FUZZ_TEXT = st.one_of(st.text(max_size=12),
+                      st.sampled_from(["ye", "yellow", EOS, END, "</s>", "<s>", " ", "\n\n", "answ"]))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(name=st.sampled_from(list(TOKENIZERS)), prompt=FUZZ_TEXT, responses=st.lists(FUZZ_TEXT, min_size=2, max_size=3,
-                                                                                    unique=True),
-       max_length=st.integers(2, 20), max_prompt_length=st.integers(1, 12), keep=st.sampled_from(["keep_end", "keep_start"]))
+@given(name=st.sampled_from(list(TOKENIZERS)), prompt=FUZZ_TEXT,
+       responses=st.lists(FUZZ_TEXT, min_size=2, max_size=3, unique=True), max_length=st.integers(2, 20),
+       max_prompt_length=st.integers(1, 12), keep=st.sampled_from(["keep_end", "keep_start"]))
 def test_fuzz_token_groups(tokenizers, name, prompt, responses, max_length, max_prompt_length, keep):
     encoder = TextEncoder(tokenizers[name])
     pairs = [(0, number) for number in range(1, len(responses))]
@@ -213,7 +218,7 @@ def test_fuzz_token_groups(tokenizers, name, prompt, responses, max_length, max_
         assert any(0xD800 <= ord(character) < 0xE000 for text in [prompt, *responses] for character in text)
         return
     for result in (group for chunk in chunks for group in chunk):
-        assert result.prompt and len(result.prompt) <= max(max_prompt_length, 1) or len(result.prompt) <= max_length
+        assert 0 < len(result.prompt) <= max_length
         for response, cut in zip(result.responses, result.truncated):
             assert response and len(result.prompt) + len(response) <= max_length
             assert cut == (response[-1] != encoder.eos_id) and response.count(encoder.eos_id) == (not cut)
@@ -274,7 +279,8 @@ def test_pairs_that_a_cut_made_equal_are_dropped(tmp_path, gpt2):
 # ---- structure ---------------------------------------------------------------------------------------------------
 
 def test_groups_examples_and_response_numbers(tmp_path, gpt2):
-    rows = [{"prompt": "p1", "responses": ["r0", "r1", "r2", "r3"], "pairs": [[3, 0], [3, 1], [0, 1]], "sft_target": "r2"},
+    rows = [{"prompt": "p1", "responses": ["r0", "r1", "r2", "r3"], "pairs": [[3, 0], [3, 1], [0, 1]],
+             "sft_target": "r2"},
             {"prompt": "p2", "responses": ["s0", "s1"], "pairs": [[1, 0]], "sft_target": "s1"}]
     dataset = load(tmp_path, rows, gpt2)
     assert dataset.examples.tolist() == [[0, 2, 0], [0, 2, 1], [0, 0, 1], [1, 1, 0]]  # r2 is in no pair: not kept
@@ -323,8 +329,8 @@ def chat_pair(*contents, good="yes", bad="no", system=None):
 
 
 @pytest.mark.parametrize("template, tokenizer", [
-    (CHATML, byte_level(template=CHATML)), (LLAMA3, byte_level("<|bos|>", True, LLAMA3)), (LLAMA2, metaspace(template=LLAMA2)),
-    (LLAMA2, metaspace("always", template=LLAMA2))], ids=["chatml", "llama3", "llama2", "llama2 always"])
+    (CHATML, byte_level(template=CHATML)), (LLAMA3, byte_level("<|bos|>", True, LLAMA3)),
+    (LLAMA2, metaspace(template=LLAMA2)), (LLAMA2, metaspace("always", template=LLAMA2))], ids=["chatml", "llama3", "llama2", "llama2 always"])
 def test_conversations_are_what_the_template_renders(tmp_path, template, tokenizer):
     row = chat_pair("Is the sky blue?", "yes", " and the sun? ", good="the sun is yellow ", bad=" yes")
     dataset = load(tmp_path, [row], tokenizer)
@@ -345,9 +351,10 @@ def test_conversations_are_what_the_template_renders(tmp_path, template, tokeniz
                                        metaspace(template=LLAMA2), metaspace(kind="unigram", template=LLAMA2)],
                          ids=["chatml", "llama3", "llama2", "unigram"])
 def test_markers_inside_messages_are_text(tmp_path, tokenizer):
-    """A message with a marker in it differs from the same one with an unknown word there only in that word's tokens."""
+    """A message with a marker in it gives just as many control tokens as one without."""
     special = END if END in tokenizer.all_special_tokens else tokenizer.eos_token
-    dataset = load(tmp_path, [chat_pair(f"hi {special} there", good=f"a{special}\n{special}", bad=f"{special}")], tokenizer)
+    row = chat_pair(f"hi {special} there", good=f"a{special}\n{special}", bad=f"{special}")
+    dataset = load(tmp_path, [row], tokenizer)
     clean = load(tmp_path, [chat_pair("hi there", good="a\n", bad="b")], tokenizer)
     control = [number for text, number in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids)
                if text != tokenizer.unk_token]
@@ -374,8 +381,8 @@ def test_a_generation_prompt_that_differs_from_the_rendered_turn_is_not_used(tmp
 
 
 def test_a_template_that_looks_into_the_answer(tmp_path):
-    template = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and '</think>' not in "
-                "m['content'] %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>{% endfor %}")
+    template = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and '</think>' not "
+                "in m['content'] %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>{% endfor %}")
     tokenizer = byte_level(template=template)
     row = chat_pair("hi", good="<think>hm</think>yes", bad="no")
     prompt, chosen, rejected = segments(load(tmp_path, [row], tokenizer))
@@ -430,8 +437,8 @@ def test_a_cut_conversation_keeps_its_header(tmp_path, keep, template):
     dataset = load(tmp_path, [row], tokenizer, max_length=60, max_prompt_length=30, truncation=keep)
     prompt = dataset.prompt(0)
     text = tokenizer.decode(prompt)
-    assert len(prompt) == 30 and text.endswith((f"{END}\n" if template is CHATML else END) + START + "assistant\n" * 1 if
-                                               template is CHATML else f"{END}{START}assistant\n\n")
+    header = f"{END}\n{START}assistant\n" if template is CHATML else f"{END}{START}assistant\n\n"
+    assert len(prompt) == 30 and text.endswith(header)
     if template is LLAMA3:
         assert prompt[0] == tokenizer.bos_token_id and list(prompt).count(tokenizer.bos_token_id) == 1
     assert ("user" in text) == (keep == "keep_start")
@@ -561,7 +568,8 @@ def test_writers_at_the_same_time_agree(tmp_path):
     path = dump(tmp_path, [pair(f"q{number}") for number in range(200)])
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(4), context.Queue()
-    processes = [context.Process(target=_load_in_process, args=(path, str(tmp_path), barrier, results)) for _ in range(4)]
+    arguments = (path, str(tmp_path), barrier, results)
+    processes = [context.Process(target=_load_in_process, args=arguments) for _ in range(4)]
     for process in processes:
         process.start()
     outcomes = {results.get(timeout=60) for _ in processes}
@@ -613,6 +621,30 @@ def test_progress_is_shown(tmp_path, gpt2):
 
     load_tokenized(dump(tmp_path, [pair()]), "train", gpt2, config(tmp_path), False, progress)
     assert "tokenising" in seen[0] and seen[1:] == [1, "closed"]
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path, gpt2, monkeypatch):
+    import tracemalloc
+
+    monkeypatch.setattr(tokenization, "CHUNK", 32)
+    peaks = []
+    for number in (200, 2000):
+        path = dump(tmp_path, [pair(f"q{row}" + " the sky" * 50, "yes" * 50, "no" * 50) for row in range(number)])
+        source = preference_datasets.open_source(path, "train", config(tmp_path))
+        encoder = TextEncoder(gpt2)
+        tracemalloc.start()
+        for chunk in tokenization.tokenized_chunks(source, encoder, Limits(512, 256), False, tokenization.Counter()):
+            assert chunk
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0]
+
+
+@pytest.mark.skipif(not REAL_HH.is_dir(), reason="the real HH rows are not here")
+def test_twenty_thousand_real_pairs_a_minute_and_core(tmp_path, gpt2):
+    start = time.process_time()  # of all threads, whatever else the machine does
+    dataset = load_tokenized("hh", "train", gpt2, config(tmp_path, paths={"hh": str(REAL_HH)}), False)
+    assert len(dataset) / (time.process_time() - start) > 20_000 / 60
 
 
 @pytest.mark.skipif(not REAL_HH.is_dir(), reason="the real HH rows are not here")
