@@ -192,10 +192,10 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_a_read_only_folder(tmp_path, monkeypatch):
-    def refuse(**arguments):
+    def refuse(*arguments, **options):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(reference.tempfile, "mkstemp", refuse)  # root may write anywhere, whatever a folder's mode
+    monkeypatch.setattr(reference.os, "fsync", refuse)  # root may write anywhere, whatever a folder's mode
     notices = Notices()
     check_kept_in_memory(filled(tmp_path, notices=notices), notices)
     assert "Read-only file system" in notices[0]
