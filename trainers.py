@@ -27,7 +27,7 @@ from guards import PREEMPTED, EarlyStop, Heartbeat, MovementWatch, SignalWatch
 from losses import preference_loss  # noqa: F401  (part of this module's public face)
 from reference import ReferenceCache, weights_digest
 from reporting import Reporter
-from sampling import generate_samples
+from sampling import generate_samples, reshard
 from tokenization import load_tokenized
 from utils import World, all_reduce_sum, barrier, broadcast_object, check_same, gather_objects, get_local_dir, seed_everything
 
@@ -212,7 +212,8 @@ class BasicTrainer:
 
     def _report_model(self) -> None:
         count = sum(parameter.numel() for parameter in self.policy.parameters())
-        self.notice(f"{type(self.policy).__name__}: {count / 1e6:,.1f} M parameters, {self.config.model.policy_dtype}, "
+        name = type(self.policy).__name__.removeprefix("FSDP")  # which sharding puts before the class's name
+        self.notice(f"{name}: {count / 1e6:,.1f} M parameters, {self.config.model.policy_dtype}, "
                     f"on {self.device}")
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -783,7 +784,7 @@ class FSDPTrainer(BasicTrainer):
         # The root keeps its parameters whole after a forward pass, expecting a backward pass that does not come.
         for model in (self.policy, self.reference):
             if model is not None:
-                model.reshard()
+                reshard(model)
 
     def _report_model(self) -> None:
         super()._report_model()
