@@ -80,7 +80,7 @@ REGISTRY["se"] = NamedSource("se", "keep_start", hub="HuggingFaceH4/stack-exchan
 # ---- configuration -----------------------------------------------------------------------------------------------
 
 def setting(config, path: str, default=None):
-    """The value at a dotted path of a config (mapping, DictConfig or object); the default where it is absent or null."""
+    """The value at a dotted path of a config (mapping, DictConfig or object); the default where absent or null."""
     for key in path.split("."):
         if config is None:
             return default
@@ -347,8 +347,8 @@ def _hub_rows(name: str, target: str, split: str, sft: bool) -> tuple[_HubRows, 
     except Exception as error:  # the library raises from many families; all of them mean: no data
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise ValueError(f"data set {name}: cannot load {target} from the Hugging Face Hub ({type(error).__name__}: "
-                         f"{first}). Without a network give a local copy: data.paths.{_key(name)}=FILE_OR_FOLDER (json, jsonl, "
-                         f"csv, parquet or a saved `datasets` folder). If the data set has configurations, name one: "
+                         f"{first}). Without a network give a local copy: data.paths.{_key(name)}=FILE_OR_FOLDER "
+                         f"(json, jsonl, csv, parquet or a saved `datasets` folder). If the data set has configurations, name one: "
                          f"{repository}:NAME") from error
     if not hasattr(loaded, "keys"):
         return _HubRows(loaded, name), False
@@ -490,7 +490,7 @@ class _RowStream:
             return lambda index, number: True
         wants_test = self.split == "test"
         if self.shuffled_split:
-            # StackExchange has no test split; the reference implementation takes the first 1% after a shuffle of seed 42.
+            # StackExchange has no test split; the reference implementation takes the first 1% of a shuffle.
             import numpy as np
 
             order = np.random.default_rng(42).permutation(len(keys))

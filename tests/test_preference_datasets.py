@@ -404,7 +404,8 @@ def test_unknown_names_are_refused_in_no_time_and_without_torch(tmp_path):
             "print(time.perf_counter() - start < 0.1)\n"
             "print(sorted({'torch', 'datasets', 'bs4', 'transformers', 'pyarrow'} & set(sys.modules)))")
     output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "unknown data set 'hhh'. Did you mean 'hh'? Registered are hh, se, shp" in output and output.endswith("True\n[]\n")
+    assert "unknown data set 'hhh'. Did you mean 'hh'? Registered are hh, se, shp" in output
+    assert output.endswith("True\n[]\n")
 
 
 @pytest.mark.parametrize("names, data, complaint", [
@@ -511,7 +512,8 @@ SHAPES = st.one_of(
     st.fixed_dictionaries({"prompt": VALUE, "chosen": VALUE, "rejected": VALUE}),
     st.fixed_dictionaries({"prompt": TEXT, "responses": st.lists(TEXT, max_size=3) | VALUE, "pairs": VALUE}),
     st.fixed_dictionaries({"history": TEXT, "human_ref_A": TEXT, "human_ref_B": VALUE,
-                           "labels": st.integers(0, 1) | JSON, "score_A": st.integers() | st.floats() | JSON, "score_B": st.floats() | st.integers()}),
+                           "labels": st.integers(0, 1) | JSON, "score_A": st.integers() | st.floats() | JSON,
+                           "score_B": st.floats() | st.integers()}),
     st.fixed_dictionaries({"question": TEXT, "answers": st.lists(st.fixed_dictionaries(
         {"text": TEXT, "pm_score": st.floats() | st.integers() | JSON}), max_size=3) | VALUE}))
 

@@ -330,7 +330,8 @@ def chat_pair(*contents, good="yes", bad="no", system=None):
 
 @pytest.mark.parametrize("template, tokenizer", [
     (CHATML, byte_level(template=CHATML)), (LLAMA3, byte_level("<|bos|>", True, LLAMA3)),
-    (LLAMA2, metaspace(template=LLAMA2)), (LLAMA2, metaspace("always", template=LLAMA2))], ids=["chatml", "llama3", "llama2", "llama2 always"])
+    (LLAMA2, metaspace(template=LLAMA2)), (LLAMA2, metaspace("always", template=LLAMA2))],
+    ids=["chatml", "llama3", "llama2", "llama2 always"])
 def test_conversations_are_what_the_template_renders(tmp_path, template, tokenizer):
     row = chat_pair("Is the sky blue?", "yes", " and the sun? ", good="the sun is yellow ", bad=" yes")
     dataset = load(tmp_path, [row], tokenizer)
