@@ -393,7 +393,8 @@ class _Rendezvous:
     """Where the ranks of one node meet: gives the init_method of torch.distributed.
 
     A file in memory that has no name in any folder, reached through this process's entry in /proc: nobody else can take
-    it, as a port can be taken, and nothing is left on the disk however this process ends. Not on Linux: a file in a private folder, and with `port` that TCP port.
+    it, as a port can be taken, and nothing is left on the disk however this process ends. Not on Linux: a
+    file in a private folder. With `port`: that TCP port.
     """
 
     def __init__(self, port: int | None):

@@ -100,7 +100,7 @@ SCHEMA = {
     "data.weights": mapping("mixing: name: relative weight"),
     "data.plugins": Key("modules or .py files that register data sets of your own", "names"),
     "data.test_fraction": number("rows held out where a source has no test split", high=1, open=True),
-    "data.truncation": choice("end of a long prompt that survives; null: by source", "keep_end", "keep_start", null=True),
+    "data.truncation": choice("end of a long prompt that stays; null: by source", "keep_end", "keep_start", null=True),
     "data.on_overlong": choice("an example too long after its prompt was cut", "truncate", "drop", "error"),
     "data.chat_template": text("a Jinja template or its path; null: the tokenizer's", null=True),
     "data.cache_dir": text("tokenised data sets; null: under the local dir", null=True),
@@ -524,7 +524,7 @@ def _check_sharding(flat: dict, world: int | None) -> None:
     shards = world if world is None or trainer == "FSDPTrainer" else world // tp
     if shards is not None and flat["batch_size"] < shards:
         raise ValueError(f"batch_size={flat['batch_size']} is less than the {shards} processes that share it, which "
-                         f"would leave some without an example; use batch_size={shards} or more, or a smaller world_size")
+                         f"would leave some without an example; use batch_size={shards} or more, or fewer processes")
     replicas = flat["fsdp.replicas"]
     if strategy != "HYBRID_SHARD" and replicas is not None:
         raise ValueError(f"fsdp.replicas={replicas} needs fsdp=hybrid_shard; {strategy} decides the copies itself")

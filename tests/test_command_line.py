@@ -276,7 +276,8 @@ def test_joining_torchrun(tmp_path, how, expected):
     (tmp_path / "joined.py").write_text(JOINED.format(root=str(ROOT)))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-         "--master_port", str(utils.free_port()), "joined.py", how], cwd=tmp_path, text=True, capture_output=True, timeout=100)
+         "--master_port", str(utils.free_port()), "joined.py", how],
+        cwd=tmp_path, text=True, capture_output=True, timeout=100)
     assert done.stdout.count(expected) == 2, done.stdout + done.stderr
 
 
