@@ -348,8 +348,8 @@ def _hub_rows(name: str, target: str, split: str, sft: bool) -> tuple[_HubRows, 
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise ValueError(f"data set {name}: cannot load {target} from the Hugging Face Hub ({type(error).__name__}: "
                          f"{first}). Without a network give a local copy: data.paths.{_key(name)}=FILE_OR_FOLDER "
-                         f"(json, jsonl, csv, parquet or a saved `datasets` folder). If the data set has configurations, name one: "
-                         f"{repository}:NAME") from error
+                         f"(json, jsonl, csv, parquet or a saved `datasets` folder). If the data set has "
+                         f"configurations, name one: {repository}:NAME") from error
     if not hasattr(loaded, "keys"):
         return _HubRows(loaded, name), False
     test = next((found for word in ("test", "validation", "valid", "val", "dev", "eval")

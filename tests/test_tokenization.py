@@ -1,85 +1,30 @@
-"""Token rules: where a prompt ends, which ids end a response, what is cut, and what the cache may serve."""
+"""Token rules: where a prompt ends, which ids end a response, and what is cut."""
 
 import json
-import multiprocessing
-import os
 import shutil
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 import preference_datasets
 import text_encoding
 import tokenization
-from preference_datasets import PromptGroup, register_dataset
+from preference_datasets import PromptGroup
+from small_tokenizers import (CHATML, END, EOS, LLAMA2, LLAMA3, START, TOKENIZERS, A, H, byte_level, config, dump, load,
+                              metaspace, pair, plain, segments)
 from text_encoding import TextEncoder
 from tokenization import Limits, load_tokenized
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_HH = ROOT.parent / "shared" / "data" / "hh-rlhf"
 CASES = ROOT.parent / "shared" / "cases" / "losses.json"
-H, A = "\n\nHuman:", "\n\nAssistant:"
-CORPUS = [f"{H} Is the sky blue? yes yellow yes yellow{A} The sky is blue and the sun is yellow.",
-          "user assistant system", "a good answer and a bad answer, the quick brown fox jumps over the lazy dog"] * 20
-EOS, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-LLAMA3 = ("{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n\n{{ m['content'] | trim }}<|im_end|>"
-          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}")
-LLAMA2 = ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-          "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] | trim + ' [/INST]' }}"
-          "{% else %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}")
-
-
-def byte_level(bos=None, adds_bos=False, template=None, prefix_space=False):
-    """A small GPT-2-like tokenizer."""
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
-    inner.decoder = decoders.ByteLevel()
-    special = [EOS, START, END] + ([bos] if bos else [])
-    inner.train_from_iterator(CORPUS, trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    if adds_bos:
-        inner.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[
-            (bos, inner.token_to_id(bos))])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=bos, eos_token=EOS, chat_template=template,
-                                   additional_special_tokens=[START, END])
-
-
-def metaspace(scheme="first", kind="bpe", template=None):
-    """A small Llama-like tokenizer: word marks, a BOS of its own, byte fallback."""
-    special = ["<unk>", "<s>", "</s>"]
-    if kind == "bpe":
-        inner = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=True)
-        inner.train_from_iterator(CORPUS, trainers.BpeTrainer(
-            vocab_size=300, show_progress=False, special_tokens=special))
-        state = json.loads(inner.to_str())  # the trainer knows no byte tokens, so they are added by hand
-        state["pre_tokenizer"]["split"] = False  # words were split to learn from, and are not split to encode
-        vocabulary = state["model"]["vocab"]
-        vocabulary.update({f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)})
-        inner = Tokenizer.from_str(json.dumps(state))
-    else:  # a Unigram model can spell its own control tokens
-        pieces = special + list("\u2581abcdefghijklmnopqrstuvwxyz?.<>/\n:ISHATQ") + ["\u2581the", "\u2581answer"]
-        inner = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
-        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-                                   chat_template=template)
-
-
-TOKENIZERS = {"byte-level": byte_level, "with BOS": lambda: byte_level("<|bos|>", True),
-              "BOS never added": lambda: byte_level("<|bos|>"), "prefix space": lambda: byte_level(prefix_space=True),
-              "metaspace": metaspace, "metaspace always": lambda: metaspace("always"),
-              "unigram": lambda: metaspace(kind="unigram"), "slow": ByT5Tokenizer}
 
 
 @pytest.fixture(scope="module")
@@ -90,33 +35,6 @@ def tokenizers():
 @pytest.fixture(scope="module")
 def gpt2(tokenizers):
     return tokenizers["byte-level"]
-
-
-def config(tmp_path, max_length=512, max_prompt_length=256, **data):
-    return {"max_length": max_length, "max_prompt_length": max_prompt_length,
-            "data": {"cache_dir": str(tmp_path / "cache"), "test_fraction": 0.0, "num_workers": 1, **data}}
-
-
-def dump(tmp_path, rows, name="data.jsonl") -> str:
-    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(tmp_path / name)
-
-
-def load(tmp_path, rows, tokenizer, sft=False, **options):
-    return load_tokenized(dump(tmp_path, rows), "train", tokenizer, config(tmp_path, **options), sft)
-
-
-def pair(prompt="Is the sky blue?", chosen="yellow", rejected="yes"):
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-
-
-def segments(dataset, group=0):
-    return [dataset.prompt(group).tolist()] + [dataset.response(group, i).tolist()
-                                               for i in range(dataset.n_group_responses(group))]
-
-
-def plain(tokenizer, text):
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 # ---- the handed cases --------------------------------------------------------------------------------------------
@@ -446,187 +364,9 @@ def test_a_cut_conversation_keeps_its_header(tmp_path, keep, template):
     assert (" t" + END in text) == (keep == "keep_end")
 
 
-# ---- the cache ---------------------------------------------------------------------------------------------------
-
-def test_a_warm_cache_reads_no_rows(tmp_path, gpt2, monkeypatch):
-    first = load(tmp_path, [pair()], gpt2)
-    monkeypatch.setattr(preference_datasets, "read_rows", None)
-    again = load_tokenized(str(tmp_path / "data.jsonl"), "train", gpt2, config(tmp_path), False)
-    assert again.key == first.key and again.counts == first.counts and isinstance(again.tokens, np.memmap)
-
-
-def test_the_key_follows_what_matters_and_nothing_else(tmp_path, gpt2, tokenizers):
-    def folder(rows=(pair(" the" * 30, " sky", " fox"),), tokenizer=gpt2, sft=False, extra=None, **options):
-        path = dump(tmp_path, list(rows))
-        return load_tokenized(path, "train", tokenizer, {**config(tmp_path, **options), **(extra or {})}, sft).folder
-
-    base = folder()
-    assert folder(num_workers=2) == base and folder(extra={"lr": 1.0, "seed": 5, "batch_size": 3}) == base
-    assert folder(weights={"x": 2.0}) == base and folder() == base
-    different = [folder([pair("other", " sky", " fox")]), folder(tokenizer=tokenizers["with BOS"]), folder(sft=True),
-                 folder(max_length=500), folder(max_prompt_length=20), folder(truncation="keep_start"),
-                 folder(on_overlong="drop"), folder(columns={"chosen": "rejected", "rejected": "chosen"}),
-                 folder(test_fraction=0.01)]
-    assert len({base, *different}) == len(different) + 1
-    assert folder() == base
-
-
-def test_the_content_key_is_of_tokens_and_structure(tmp_path, gpt2):
-    one = load(tmp_path, [pair()], gpt2)
-    assert load(tmp_path, [pair()], gpt2, max_length=400).key == one.key  # nothing was cut: the same content
-    assert load(tmp_path, [pair(chosen="yes", rejected="yellow")], gpt2).key != one.key
-
-
-def damage_truncate(file):
-    file.write_bytes(file.read_bytes()[:-4])
-
-
-def damage_flip(file):
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
-def damage_remove(file):
-    file.unlink()
-
-
-@pytest.mark.parametrize("name", ["tokens.npy", "examples.npy", "manifest.json", "segment_starts.npy"])
-@pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_remove])
-def test_a_damaged_cache_is_made_again(tmp_path, gpt2, name, damage):
-    before = load(tmp_path, [pair()], gpt2)
-    expected, folder = segments(before), before.folder
-    del before
-    damage(folder / name)
-    after = load(tmp_path, [pair()], gpt2)
-    assert segments(after) == expected and after.folder == folder
-    assert any("not usable" in notice for notice in after.notices)
-    assert load(tmp_path, [pair()], gpt2).notices == [] and not list(folder.parent.glob("*.tmp-*"))
-
-
-def test_a_cache_of_another_version_is_not_used(tmp_path, gpt2, monkeypatch):
-    first = load(tmp_path, [pair()], gpt2).folder
-    monkeypatch.setattr(tokenization, "FORMAT", tokenization.FORMAT + 1)
-    assert load(tmp_path, [pair()], gpt2).folder != first
-
-
-def test_a_cache_folder_that_cannot_be_written_costs_only_the_cache(tmp_path, gpt2):
-    expected = segments(load(tmp_path, [pair()], gpt2))
-    (tmp_path / "file").write_text("not a folder")
-    path = dump(tmp_path, [pair()])
-    settings_ = config(tmp_path, cache_dir=str(tmp_path / "file" / "cache"))
-    dataset = load_tokenized(path, "train", gpt2, settings_, False)
-    assert segments(dataset) == expected and any("cannot be written" in notice for notice in dataset.notices)
-
-
-def test_a_disk_that_fills_up_mid_write_costs_only_the_cache(tmp_path, gpt2, monkeypatch):
-    original = tokenization.ArrayFile.append
-
-    def full(self, values):
-        if (tmp_path / "cache") in self.path.parents:
-            raise tokenization.CacheWriteError(28, "No space left on device")
-        original(self, values)
-
-    monkeypatch.setattr(tokenization.ArrayFile, "append", full)
-    dataset = load(tmp_path, [pair()], gpt2)
-    assert len(dataset) == 1 and any("No space left" in notice for notice in dataset.notices)
-    assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.name != "files"]
-    monkeypatch.setattr(tokenization.ArrayFile, "append", lambda self, values: (_ for _ in ()).throw(
-        tokenization.CacheWriteError(28, "No space left on device")))
-    with pytest.raises(ValueError, match="free some space"):
-        load(tmp_path, [pair()], gpt2)
-
-
-def test_a_malformed_row_leaves_nothing_behind(tmp_path, gpt2):
-    with pytest.raises(ValueError, match="line 2"):
-        load(tmp_path, [pair(), {"prompt": 1, "chosen": "a", "rejected": "b"}], gpt2)
-    assert not list((tmp_path / "cache").glob("data*"))
-
-
-def test_leftovers_of_dead_processes_are_swept(tmp_path, gpt2):
-    import socket
-    import subprocess
-    import sys
-
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    stale = tmp_path / "cache" / f"x.tmp-{socket.gethostname()}-{gone.pid}-abc"
-    alive = tmp_path / "cache" / f"x.tmp-{socket.gethostname()}-{os.getpid()}-abc"
-    for folder in (stale, alive):
-        folder.mkdir(parents=True)
-    load(tmp_path, [pair()], gpt2)
-    assert not stale.exists() and alive.exists()
-
-
-def _load_in_process(path, tmp_path, barrier, results):
-    tokenizer = byte_level()
-    barrier.wait()
-    dataset = load_tokenized(path, "train", tokenizer, config(Path(tmp_path)), False)
-    results.put((dataset.key, len(dataset), str(dataset.folder)))
-
-
-def test_writers_at_the_same_time_agree(tmp_path):
-    path = dump(tmp_path, [pair(f"q{number}") for number in range(200)])
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(4), context.Queue()
-    arguments = (path, str(tmp_path), barrier, results)
-    processes = [context.Process(target=_load_in_process, args=arguments) for _ in range(4)]
-    for process in processes:
-        process.start()
-    outcomes = {results.get(timeout=60) for _ in processes}
-    for process in processes:
-        process.join(60)
-    assert len(outcomes) == 1 and next(iter(outcomes))[1] == 200
-    assert not list((tmp_path / "cache").glob("*.tmp-*"))
-
-
-def test_a_test_split_without_rows_is_a_notice(tmp_path, gpt2):
-    dataset = load_tokenized(dump(tmp_path, [pair()]), "test", gpt2, config(tmp_path), False)
-    assert len(dataset) == 0 and dataset.n_groups == 0 and "no example is left" in dataset.notices[0]
-
-
-def test_a_changed_file_is_read_again(tmp_path, gpt2):
-    first = load(tmp_path, [pair(chosen="yes", rejected="no")], gpt2)
-    second = load(tmp_path, [pair(chosen="yas", rejected="no")], gpt2)  # the same size, moments later
-    assert first.key != second.key
-
-
-def test_a_custom_source_is_cached_by_what_it_returns(tmp_path, gpt2):
-    data = {"q": {"responses": ["a", "b"], "pairs": [(0, 1)], "sft_target": "a"}}
-    try:
-        register_dataset("cached")(lambda split: data)
-        one = load_tokenized("cached", "train", gpt2, config(tmp_path), False)
-        assert load_tokenized("cached", "train", gpt2, config(tmp_path), False).folder == one.folder
-        data["q"]["pairs"] = [(1, 0)]
-        assert load_tokenized("cached", "train", gpt2, config(tmp_path), False).folder != one.folder
-    finally:
-        preference_datasets.REGISTRY.pop("cached", None)
-
-
-def test_progress_is_shown(tmp_path, gpt2):
-    seen = []
-
-    class Bar:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            seen.append("closed")
-
-        def update(self, number, **postfix):
-            seen.append(number)
-
-    def progress(total, description, unit):
-        seen.append(description)
-        return Bar()
-
-    load_tokenized(dump(tmp_path, [pair()]), "train", gpt2, config(tmp_path), False, progress)
-    assert "tokenising" in seen[0] and seen[1:] == [1, "closed"]
-
+# ---- cost -------------------------------------------------------------------------------------------------------
 
 def test_memory_does_not_grow_with_the_data(tmp_path, gpt2, monkeypatch):
-    import tracemalloc
-
     monkeypatch.setattr(tokenization, "CHUNK", 32)
     peaks = []
     for number in (200, 2000):
