@@ -37,8 +37,8 @@ def test_the_key_follows_what_matters_and_nothing_else(tmp_path, gpt2):
     base = folder()
     assert folder(num_workers=2) == base and folder(extra={"lr": 1.0, "seed": 5, "batch_size": 3}) == base
     assert folder(weights={"x": 2.0}) == base and folder() == base
-    different = [folder([pair("other", " sky", " fox")]), folder(tokenizer=byte_level("<|bos|>", True)), folder(sft=True),
-                 folder(max_length=500), folder(max_prompt_length=20), folder(truncation="keep_start"),
+    different = [folder([pair("other", " sky", " fox")]), folder(tokenizer=byte_level("<|bos|>", True)),
+                 folder(sft=True), folder(max_length=500), folder(max_prompt_length=20), folder(truncation="keep_start"),
                  folder(on_overlong="drop"), folder(columns={"chosen": "rejected", "rejected": "chosen"}),
                  folder(test_fraction=0.01)]
     assert len({base, *different}) == len(different) + 1
