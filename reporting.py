@@ -73,9 +73,7 @@ class Reporter:
         self._spikes = SpikeWatch(read_json_lines(self._metrics.path))
         self._finished = False
         self._wandb = WandbRun(plain(config), self.run_dir, group, self.notice)
-        self._wandb.start(list(read_json_lines(self._samples.path)))
-        if self._wandb.where:
-            self._print(self._wandb.where)
+        self._wandb_started = False
 
     # -- what a run reports
     # ----------------------------------------------------------------------------------------------
@@ -93,6 +91,7 @@ class Reporter:
         marks = self._spikes.check(values)
         record = {"examples": self.examples, "updates": self.updates, "time": round(time.time(), 3), **values}
         self._append(self._metrics, record | ({"marks": "; ".join(marks)} if marks else {}))
+        self._start_wandb()
         self._wandb.log(values, self.examples, self.updates)
         line = console_line(values, self.examples, self.total_examples)
         if line:
@@ -103,6 +102,7 @@ class Reporter:
         console excerpts."""
         if self.silent:
             return
+        self._start_wandb()
         for row in rows:
             self._append(self._samples, {"examples": int(examples), "time": round(time.time(), 3), **row})
         self._wandb.samples([{"examples": int(examples), **row} for row in rows], self.updates)
@@ -206,7 +206,17 @@ class Reporter:
                 )
         self.examples, self.updates = state.get("examples", 0), state.get("updates", 0)
         self._spikes = SpikeWatch(read_json_lines(self._metrics.path))
+        self._start_wandb()
         self._wandb.rewind(state.get("wandb_id"), list(read_json_lines(self._samples.path)))
+
+    def _start_wandb(self) -> None:
+        """Not before there is something to send: a run that ends while its weights are loaded leaves no wandb run."""
+        if self._wandb_started:
+            return
+        self._wandb_started = True
+        self._wandb.start(list(read_json_lines(self._samples.path)))
+        if self._wandb.where:
+            self._print(self._wandb.where)
 
     # -- plumbing
     # --------------------------------------------------------------------------------------------------------

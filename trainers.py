@@ -44,7 +44,8 @@ def run(config, run_dir: str, world: World) -> float | None:
     try:
         result = trainer.train()
     except BaseException as problem:
-        trainer.reporter.finish(False, f"{type(problem).__name__}: {problem}")
+        # train.py tells the user's own mistakes, in one line; they need no second one here.
+        trainer.reporter.finish(False, None if type(problem) is ValueError else f"{type(problem).__name__}: {problem}")
         raise
     finally:
         trainer.heartbeat.close()

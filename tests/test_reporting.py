@@ -334,11 +334,15 @@ def test_wandb_that_cannot_go_online_goes_offline(run_dir, monkeypatch, capsys, 
         modes.append(settings["mode"])
         if settings["mode"] == "online":
             raise ConnectionError("unreachable")
-        return types.SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda **_: None)
+        return types.SimpleNamespace(
+            define_metric=lambda *_, **__: None, finish=lambda **_: None, log=lambda *_, **__: None)
 
     monkeypatch.setenv("WANDB_API_KEY", "x")
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=None, init=init, Settings=dict))
-    Reporter(WANDB, run_dir).finish(True)
+    reporter = Reporter(WANDB, run_dir)
+    assert modes == [], "a run that has nothing to say yet leaves no wandb run"
+    reporter.log({"loss/train": 1.0}, 1, 1)
+    reporter.finish(True)
     assert modes == ["online", "offline"]
     assert "unreachable" in capsys.readouterr().out
 
