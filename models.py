@@ -17,6 +17,25 @@ To get one:
   - model=tiny (random weights, nothing to download)."""
 
 
+def go_offline_if_cut_off() -> bool:
+    """Where the Hub's address does not even resolve, use local copies only, instead of minutes of retries.
+
+    Returns whether the Hub is out of reach.
+    """
+    import socket
+    import urllib.request
+    from urllib.parse import urlparse
+
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and not urllib.request.getproxies():
+        try:
+            socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
+        except OSError:
+            constants.HF_HUB_OFFLINE = True
+    return constants.HF_HUB_OFFLINE
+
+
 def source_of(config) -> str | None:
     """Hub name or folder of the model's weights; None for a random model."""
     if config.model.get("random_config"):
@@ -52,6 +71,8 @@ def load_tokenizer(config):
         return byte_tokenizer()
     from transformers import AutoTokenizer
 
+    if not os.path.exists(name):
+        go_offline_if_cut_off()
     gguf = _gguf_file(name)
     folder = os.path.dirname(name) if name.endswith(".gguf") else name
     try:

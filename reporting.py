@@ -160,9 +160,10 @@ class Reporter:
             self._print(message)
         self._append(self._notices, {"kind": "end", "time": round(time.time(), 3), "ok": bool(ok), "message": message})
         try:
-            import report
+            if self._metrics.sync():  # a run that ended before its first line has nothing to look at
+                import report
 
-            self._print(f"report: {report.write_report(self.run_dir)}")
+                self._print(f"report: {report.write_report(self.run_dir)}")
         except Exception as error:  # a report that fails must not turn a finished run into a failed one
             self.notice(f"report.html could not be written: {type(error).__name__}: {error}")
         self._wandb.finish(ok)

@@ -176,8 +176,8 @@ class BasicTrainer:
         # One process of each node tokenises and writes the cache; the others then read it.
         for turn in (True, False):
             if (self.world.local_rank == 0) == turn:
-                loaded = [load_tokenized(name, split, self.tokenizer, self.config, sft=self.sft)
-                          for name in self.config.datasets]
+                loaded = [load_tokenized(name, split, self.tokenizer, self.config, sft=self.sft,
+                                         progress=self.reporter.progress) for name in self.config.datasets]
             barrier(self.world)
         return loaded
 
