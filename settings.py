@@ -172,15 +172,16 @@ SCHEMA = {
     "model.reference_dtype": choice("null: policy_dtype", "float32", "bfloat16", "float16", null=True),
     "model.trust_remote_code": flag("run the model's own code"),
     "model.attention": choice("kernel of packed rows", "auto", "packed_sdpa", "flex", "plain"),
-    "loss.name": choice("objective", "sft", "dpo", "ipo"),
+    "loss.name": text("objective"),
 }
-# Keys that exist for some choices only.
+# Keys that exist for some choices only. A loss without an entry here has the keys of its yaml, see `loss_keys`.
 LOSS_KEYS = {
     "sft": {},
     "dpo": {
         "loss.beta": number("pull to the reference", open=True),
         "loss.label_smoothing": number("share of swapped labels", high=0.4999999999999999),
         "loss.reference_free": flag("no reference model"),
+        "loss.f_divergence": choice("how distance to the reference is measured", "reverse_kl", "js"),
     },
     "ipo": {
         "loss.beta": number("pull to the reference", open=True),
@@ -252,10 +253,23 @@ def validate(config: DictConfig, device_count: int | None = None) -> None:
 def keys_of(flat: dict) -> dict:
     """The schema of these settings: some keys exist for one loss or one model only."""
     schema = dict(SCHEMA)
-    schema.update(LOSS_KEYS.get(flat.get("loss.name"), {}))
+    schema["loss.name"] = choice("objective", *options("loss"))
+    schema.update(loss_keys(flat.get("loss.name")))
     if "model.size" in flat:
         schema["model.size"] = choice("size of Pythia", *PYTHIA_SIZES)
     return schema
+
+
+def loss_keys(name: str | None) -> dict:
+    """The schema of a loss's own keys. Of one that was added by a yaml and a function alone: each key is of the kind of
+    its value in the yaml, and the function looks at the range."""
+    if name in LOSS_KEYS or name not in options("loss"):
+        return LOSS_KEYS.get(name, {})
+    with open(os.path.join(CONFIG_DIR, "loss", f"{name}.yaml"), encoding="utf-8") as file:
+        values = flatten(yaml.safe_load(file) or {}, "loss.")
+    kinds = {bool: "flag", int: "number", float: "number", list: "names"}
+    return {key: Key(f"see config/loss/{name}.yaml", kinds.get(type(value), "text"), null=value is None)
+            for key, value in values.items() if key != "loss.name"}
 
 
 def _plain(config: DictConfig) -> dict:
@@ -302,7 +316,7 @@ def _check_keys(settings: dict) -> None:
 
 def unknown_key(key: str, flat: dict) -> str:
     """What to tell about a key that does not exist, given the settings that do."""
-    holders = [name for name, keys in LOSS_KEYS.items() if key in keys]
+    holders = [name for name in options("loss") if key in loss_keys(name)]
     if holders:
         return (f"loss={flat.get('loss.name')} has no key {key}; it belongs to loss={' and loss='.join(holders)}. "
                 f"Leave it out, or choose one of these losses.")
@@ -419,7 +433,7 @@ def _check_optimizer(flat: dict) -> None:
 
 
 def _check_loss_and_evaluation(flat: dict) -> None:
-    uses_reference = flat["loss.name"] != "sft" and not flat["loss.reference_free"]
+    uses_reference = flat["loss.name"] != "sft" and not flat.get("loss.reference_free")
     if not uses_reference:
         why = "loss=sft" if flat["loss.name"] == "sft" else "loss.reference_free=true"
         for key in ("reference.mode", "reference.cache_dir", "model.reference_dtype", "fsdp.reference_cpu_offload"):

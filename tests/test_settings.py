@@ -71,7 +71,8 @@ def test_the_ancestors_defaults():
     assert {key: config[key] for key in ANCESTOR_DEFAULTS} == ANCESTOR_DEFAULTS
     assert config["wandb"]["enabled"] is True and config["wandb"]["project"] == "direct-preference-optimization"
     dpo = OmegaConf.to_container(compose_config("model=tiny", "loss=dpo"))["loss"]
-    assert dpo == {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}
+    ours = dpo.pop("f_divergence")
+    assert dpo == {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False} and ours == "reverse_kl"
 
 
 @pytest.mark.parametrize("group, option", [(g, o) for g in ("model", "loss", "fsdp") for o in settings.options(g)])
