@@ -49,11 +49,12 @@ def register_loss(name: str):
     return add
 
 
-def options(name: str) -> list[str]:
-    """Settings that a registered loss takes; `sft` takes none."""
+def options(name: str, needed: bool = False) -> list[str]:
+    """Settings that a registered loss takes, or only those it cannot do without; `sft` takes none."""
     if name == "sft":
         return []
-    return [p.name for p in inspect.signature(LOSSES[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return [p.name for p in inspect.signature(LOSSES[name]).parameters.values()
+            if p.kind is p.KEYWORD_ONLY and not (needed and p.default is not p.empty)]
 
 
 def sft(policy: torch.Tensor) -> torch.Tensor:

@@ -131,6 +131,7 @@ class BasicTrainer:
     def prepare(self) -> None:
         """Data, weights, reference log-probs, optimizer, and the state of a run that is resumed."""
         config = self.config
+        self._check_loss()
         self.tokenizer = models.load_tokenizer(config)
         self.datasets = {"train": self._load_data("train"), "eval": self._load_data("test")}
         if not sum(len(dataset.examples) for dataset in self.datasets["train"]):
@@ -171,6 +172,18 @@ class BasicTrainer:
         self.movement = MovementWatch(self.policy)
         self._prepare_reference()
         self._resume()
+
+    def _check_loss(self) -> None:
+        """The loss's settings against what its function takes: it may have been added with no more than a yaml."""
+        given = set(self.config.loss) - {"name"}
+        name = self.config.loss.name
+        if not self.sft and name not in losses.LOSSES:
+            raise ValueError(f"loss={name} has a file in config/loss, but losses.py has no @register_loss({name!r}).")
+        takes, needed = losses.options(name), losses.options(name, needed=True)
+        for keys, what in ((given - set(takes), "is a key that losses.py's function does not take"),
+                           (set(needed) - given, "is missing in its yaml")):
+            if keys:
+                raise ValueError(f"loss.{sorted(keys)[0]} {what}; loss={name} takes {', '.join(takes) or 'no keys'}.")
 
     def _load_data(self, split: str) -> list:
         # One process of each node tokenises and writes the cache; the others then read it.
@@ -387,15 +400,10 @@ class BasicTrainer:
         members = torch.nn.functional.one_hot(batch.datasets, len(sums)).to(sums.dtype)
         sums += members.T @ rows
 
-    def train_step(self, step: Step) -> dict[str, float] | None:
-        """One optimizer step. Returns sums of the step's metrics, or None if it was skipped as non-finite.
-
-        Raises:
-            FloatingPointError: loss or gradient is not finite, and guards do not allow to skip.
+    def _gradients(self, step: Step) -> tuple[torch.Tensor, list[tuple[MicroBatch, torch.Tensor]]]:
+        """Gradients of a step, summed over its micro-batches. Returns the metric sums of this rank, and each
+        micro-batch with its examples' losses.
         """
-        rate = self.learning_rate(self.updates)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         sums = self._sums("train")
         seen: list[tuple[MicroBatch, torch.Tensor]] = []
         for index, batch in enumerate(step.micro_batches):
@@ -410,6 +418,49 @@ class BasicTrainer:
             (each.sum() * (self.data_ranks * self.loss_scale / step.n_examples)).backward()
             self._add(sums, batch, metrics)
             seen.append((batch, metrics[:, 0]))
+        return sums, seen
+
+    def _gradients_within_memory(self, step: Step):
+        """`_gradients`, again in smaller micro-batches where the device's memory ran out. Returns (step, sums, seen)."""
+        while True:
+            try:
+                return step, *self._gradients(step)
+            except torch.OutOfMemoryError as error:
+                problem = str(error).splitlines()[0]
+            # Outside the handler, whose error holds on to the tensors of the pass that failed.
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            step = self.in_smaller_micro_batches(step, problem)
+
+    def in_smaller_micro_batches(self, step: Step, problem: str) -> Step:
+        """The same step with more micro-batches, all later steps with it.
+
+        Raises:
+            ValueError: each holds one prompt already.
+        """
+        again = self.plan.step(step.number)  # an earlier step may have lowered the budget after this one was prepared
+        while len(again.micro_batches) <= len(step.micro_batches):
+            if self.plan.budget <= 1 or all(len(batch.units) == 1 for batch in step.micro_batches):
+                raise ValueError(f"Out of memory with a single prompt and its responses in a pass ({problem}). Set "
+                                 "activation_checkpointing=true, lower max_length, or use trainer=FSDPTrainer on more "
+                                 "devices.")
+            self.plan.budget //= 2
+            again = self.plan.step(step.number)
+        self.notice(f"Out of memory: passes now hold at most {self.plan.budget:,} tokens, and the step is repeated. The "
+                    f"result is the same; tokens_per_microbatch={self.plan.budget} saves the failed try.")
+        return again
+
+    def train_step(self, step: Step) -> dict[str, float] | None:
+        """One optimizer step. Returns sums of the step's metrics, or None if it was skipped as non-finite.
+
+        Raises:
+            FloatingPointError: loss or gradient is not finite, and guards do not allow to skip.
+        """
+        rate = self.learning_rate(self.updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        step, sums, seen = self._gradients_within_memory(step)
         if self.loss_scale != 1.0:
             for parameter in self.policy.parameters():
                 if parameter.grad is not None:
@@ -780,6 +831,12 @@ class FSDPTrainer(BasicTrainer):
     def sync_gradients(self, last: bool) -> None:
         # Gradients of a step's micro-batches are summed on each rank and reduced over ranks once.
         self.policy.set_requires_gradient_sync(last)
+
+    def in_smaller_micro_batches(self, step: Step, problem: str) -> Step:
+        # The other ranks are inside collectives that this one has left: there is no way back to the step's beginning.
+        raise ValueError(f"Out of memory on rank {self.world.rank} ({problem}). Set tokens_per_microbatch="
+                         f"{max(1, self.plan.budget // 2)} (it was {self.plan.budget}), activation_checkpointing=true or "
+                         "fsdp.cpu_offload=true; plan=true tells what a run needs.")
 
     def after_forwards(self) -> None:
         # The root keeps its parameters whole after a forward pass, expecting a backward pass that does not come.
