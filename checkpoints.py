@@ -199,11 +199,14 @@ class _Writer(dcp.FileSystemWriter):
 class Checkpointer:
     """See the top of the file. `settings` is config.checkpoint; `notice` is called with text that the user must see."""
 
-    def __init__(self, run_dir, settings, world, notice=print):
+    def __init__(self, run_dir, settings, world, notice=print, watched=None):
+        """`watched`: (metric, "min" or "max") by which the best is kept if the settings name none."""
         self.run_dir, self.world, self.notice = Path(run_dir), world, notice
         self.formats = tuple(settings.formats)
         self.keep_last, self.keep_best = settings.keep_last, settings.keep_best
-        self.best_metric = settings.best_metric or DEFAULT_BEST_METRIC
+        self.best_metric, self.best_mode = settings.best_metric or DEFAULT_BEST_METRIC, None
+        if watched and settings.best_metric in (None, watched[0]):
+            self.best_metric, self.best_mode = watched
         self.problem = None  # of the last save that ended; None if it went well
         self._pending = None
         self._group = self._background = self._executor = self._lock = None
@@ -404,7 +407,7 @@ class Checkpointer:
         kept = {folder for _, folder in steps[max(0, len(steps) - self.keep_last):]}
         kept |= {step_folders.read_latest(self.run_dir)}
         if self.keep_best:
-            kept |= {step_folders.best_step(steps, self.best_metric)}
+            kept |= {step_folders.best_step(steps, self.best_metric, self.best_mode)}
         for _, folder in steps:
             if folder not in kept:
                 step_folders.remove_folder(folder)
@@ -440,12 +443,32 @@ class Checkpointer:
 
     def best(self):
         """The complete step folder that is best by the metric of `checkpoint.best_metric`, or None."""
-        return step_folders.best_step(step_folders.complete_steps(self.run_dir), self.best_metric)
+        return step_folders.best_step(step_folders.complete_steps(self.run_dir), self.best_metric, self.best_mode)
 
     def resumable(self):
         """The newest step that is complete and matches its checksums (rank 0 looks), or None; damaged ones are told."""
         found = find_resumable(self.run_dir, self.notice) if self.world.is_main else None
         return self._gather(found)[0]
+
+    def peek(self, step):
+        """(world size, trainer_state) of a step folder, the same on all ranks, without loading it.
+
+        Raises ValueError if it cannot be read.
+        """
+        saved, problem = None, None
+        if self.world.is_main:
+            try:
+                saved = torch.load(Path(step) / "state" / "trainer.pt", map_location="cpu", weights_only=True)
+            except Exception as error:
+                problem = f"{step} cannot be resumed from: {type(error).__name__}: {error}"
+        saved, problem = self._gather((saved, problem))[0]
+        if problem is not None:
+            raise ValueError(problem)
+        return saved["world"], saved["trainer"]
+
+    def wait_for_all(self):
+        """A barrier for what may take longer than a collective of training may."""
+        self._gather(None)
 
     def load(self, step, model, optimizer):
         """Loads a step folder into model and optimizer, in place, and the RNG if the world has the same size.

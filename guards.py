@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 
+from collections.abc import Callable
+
 import torch
 
 from step_folders import metric_mode
@@ -21,14 +23,24 @@ PREEMPTED = 75
 class SignalWatch:
     """Remembers that SIGTERM, SIGUSR1 (preemption) or SIGINT (Ctrl-C) came; the loop asks between two steps.
 
-    A second signal ends the process at once, in case the first cannot be honoured.
+    While there is nothing to save yet, a signal ends the process by itself, with the same exit code. A second signal
+    ends it at once, in case the first cannot be honoured.
+
+    Args:
+        on_first: called as the first signal comes.
     """
 
     NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-    def __init__(self):
+    def __init__(self, on_first: Callable[[], None] = lambda: None):
         self.received: int | None = None
+        self.deferred = False  # whether the loop asks
+        self.on_first, self._since = on_first, 0.0
         self._old: dict = {}
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + signal.SIGINT if self.received == signal.SIGINT else PREEMPTED
 
     def __enter__(self) -> "SignalWatch":
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
@@ -40,9 +52,18 @@ class SignalWatch:
             signal.signal(number, handler)
 
     def _handle(self, number, frame) -> None:
+        now = time.monotonic()
         if self.received is not None:
+            # A scheduler that signals every process of a job, and a launcher that passes it on, mean one wish.
+            if number == self.received and now - self._since < 1.0:
+                return
             os._exit(128 + number)
-        self.received = number
+        self.received, self._since = number, now
+        if not self.deferred:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise SystemExit(PREEMPTED)
+        self.on_first()
 
 
 class EarlyStop:
@@ -60,22 +81,32 @@ class EarlyStop:
             ValueError: the evaluation has no such metric.
         """
         if self.metric is None or not metrics:
-            return False
+            return self.over
         if self.metric not in metrics:
             raise ValueError(f"early_stopping.metric={self.metric!r} is no metric of the evaluation; there are "
                              f"{', '.join(sorted(metrics))}.")
         value = self.sign * metrics[self.metric]
-        if self.best is None or value > self.best + self.min_delta:
+        if not math.isnan(value) and (self.best is None or value > self.best + self.min_delta):
             self.best, self.without = value, 0
         else:
             self.without += 1
-        return self.without >= self.patience
+        return self.over
+
+    @property
+    def over(self) -> bool:
+        return self.metric is not None and self.without >= self.patience
+
+    def is_best(self) -> bool:
+        """Whether the last evaluation was the best so far."""
+        return self.metric is not None and self.best is not None and self.without == 0
 
     def state(self) -> dict:
-        return {"best": self.best, "without": self.without}
+        return {"metric": self.metric, "sign": self.sign, "best": self.best, "without": self.without}
 
     def load_state(self, state: dict) -> None:
-        self.best, self.without = state["best"], state["without"]
+        """Go on from a checkpoint; one that watched another metric says nothing about this one."""
+        if (state["metric"], state["sign"]) == (self.metric, self.sign):
+            self.best, self.without = state["best"], state["without"]
 
 
 class MovementWatch:
@@ -120,27 +151,53 @@ class Heartbeat:
     def __init__(self, folder: str, rank: int, size: int, patience: float):
         self.folder, self.rank, self.size, self.patience = folder, rank, size, patience
         self.enabled = size > 1
-        self.last = time.monotonic()
+        self.row = {"place": "starting", "update": 0, "beats": 0}
+        self.last, self.patient = time.monotonic(), True
+        self.main_thread = threading.get_ident()
         self.closed = threading.Event()
         if self.enabled:
             os.makedirs(folder, exist_ok=True)
+            self._clear()  # what a killed run left
             threading.Thread(target=self._watch, daemon=True, name="heartbeat").start()
 
+    def at(self, place: str, update: int, patient: bool = False) -> None:
+        """Say where this rank is: a few words, and the number of updates done. All ranks pass the same places.
+
+        `patient`: what is done there may take longer than a collective may (a save, a pass over all data).
+        """
+        self.last, self.patient = time.monotonic(), patient
+        self.row = {"place": place, "update": update, "beats": self.row["beats"] + 1}
+
     def _watch(self) -> None:
-        while not self.closed.wait(min(5.0, self.patience / 4)):
-            if time.monotonic() - self.last > self.patience:
+        # Writing is left to this thread: a step may take milliseconds, and the folder be on a slow network.
+        written = told = None
+        while not self.closed.wait(min(1.0, self.patience / 8)):
+            row, quiet = self.row, time.monotonic() - self.last
+            if row is not written and quiet < self.patience / 2:
+                self._write(row | {"time": time.time() - quiet})
+                written = row
+            elif quiet > self.patience / 2:
+                self._write(row | {"time": time.time() - quiet} | self._standstill())
+            if quiet > self.patience and not self.patient and told is not row:
+                told = row
                 print(f"rank {self.rank} has waited {self.patience:.0f} s for other ranks. Missing: {self.missing()}.",
                       file=sys.stderr, flush=True)
-                return
 
-    def at(self, place: str, update: int) -> None:
-        """Say where this rank is: a few words, and the number of updates done."""
-        self.last = time.monotonic()
-        if not self.enabled:
-            return
+    def _standstill(self) -> dict:
+        """Where the main thread is: its innermost line of this program, and whether it waits for other ranks there."""
+        frame, here, waits = sys._current_frames().get(self.main_thread), "", False
+        while frame is not None:
+            path = frame.f_code.co_filename
+            waits |= f"torch{os.sep}distributed" in path
+            if not here and os.path.dirname(path) == os.path.dirname(os.path.abspath(__file__)):
+                here = f"{os.path.basename(path)}:{frame.f_lineno}"
+            frame = frame.f_back
+        return {"where": here, "waits": waits}
+
+    def _write(self, row: dict) -> None:
         try:
             with open(os.path.join(self.folder, f"rank-{self.rank}.tmp"), "w") as file:
-                json.dump({"place": place, "update": update, "time": time.time()}, file)
+                json.dump(row, file)
             os.replace(file.name, os.path.join(self.folder, f"rank-{self.rank}"))
         except OSError:
             pass  # a full disk must not end a run that could go on
@@ -149,23 +206,45 @@ class Heartbeat:
         """Remove this rank's file, and the folder after the last one."""
         self.closed.set()
         if self.enabled:
+            self._clear()
             try:
-                os.unlink(os.path.join(self.folder, f"rank-{self.rank}"))
                 os.rmdir(self.folder)
             except OSError:
                 pass
 
+    def _clear(self) -> None:
+        """Remove this rank's files, and those of ranks that a larger world had."""
+        try:
+            names = os.listdir(self.folder)
+        except OSError:
+            return
+        for name in names:
+            number = name.removeprefix("rank-").removesuffix(".tmp")
+            if number.isdigit() and (int(number) == self.rank or int(number) >= self.size):
+                try:
+                    os.unlink(os.path.join(self.folder, name))
+                except OSError:
+                    pass
+
     def missing(self) -> str:
-        """Who lags behind, in words: ranks whose update or place is behind the furthest, or that never reported."""
+        """Who holds the others up, and where, in words: ranks that never reported or passed fewer places than the
+        furthest one; if all are as far, those that do not wait for others themselves."""
         seen = {}
         for rank in range(self.size):
             try:
                 with open(os.path.join(self.folder, f"rank-{rank}")) as file:
                     seen[rank] = json.load(file)
             except (OSError, ValueError):
-                seen[rank] = {"place": "no sign of life", "update": -1, "time": math.nan}
-        furthest = max((row["update"], row["time"]) for row in seen.values() if row["update"] >= 0)
-        lagging = [rank for rank, row in seen.items()
-                   if row["update"] < furthest[0] or not row["time"] > furthest[1] - 10] or list(seen)
-        return "; ".join(f"rank {rank}: {seen[rank]['place']}, update {seen[rank]['update']}, "
-                         f"last heard of {time.time() - seen[rank]['time']:.0f} s ago" for rank in lagging)
+                seen[rank] = None
+        seen[self.rank] = self.row | {"time": time.time() - (time.monotonic() - self.last), "waits": True}
+        furthest = max(row["beats"] for row in seen.values() if row)
+        lagging = [rank for rank, row in seen.items() if row is None or row["beats"] < furthest]
+        lagging = lagging or [rank for rank, row in seen.items() if not row.get("waits", True)] or list(seen)
+        return "; ".join(f"rank {rank}: {self._describe(seen[rank])}" for rank in lagging)
+
+    @staticmethod
+    def _describe(row: dict | None) -> str:
+        if row is None:
+            return "no sign of life"
+        where = f" ({row['where']})" if row.get("where") else ""
+        return f"{row['place']}{where}, update {row['update']}, last heard of {time.time() - row['time']:.0f} s ago"

@@ -184,9 +184,16 @@ class Reporter:
         run's id."""
         if self.silent:
             return {}
+        files = {}
+        for name, file in (("metrics", self._metrics), ("samples", self._samples)):
+            try:
+                files[f"{name}_bytes"] = file.sync()
+            except OSError as error:
+                self.notice(f"{os.path.basename(file.path)} could not be synced to the disk ({error.strerror or error})")
+                files[f"{name}_bytes"] = file.size
+            files[f"{name}_pending"] = file.pending
         return {
-            "metrics_bytes": self._metrics.sync(),
-            "samples_bytes": self._samples.sync(),
+            **files,
             "examples": self.examples,
             "updates": self.updates,
             "wandb_id": self._wandb.id,
@@ -200,6 +207,7 @@ class Reporter:
         state = state or {}
         for name, file in (("metrics_bytes", self._metrics), ("samples_bytes", self._samples)):
             missing = file.truncate(state.get(name, 0))
+            file.pending = state.get(name.replace("bytes", "pending"), "")
             if missing:
                 self.notice(
                     f"{os.path.basename(file.path)} is {missing:,} bytes shorter than the checkpoint says; "
@@ -344,41 +352,49 @@ class _JsonLines:
 
     def __init__(self, path: str):
         self.path = path
-        self._pending = b""
+        self.pending = ""  # lines that could not be written yet
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         size = os.fstat(self._fd).st_size
         whole = os.pread(self._fd, size, 0).rfind(b"\n") + 1  # a killed run may leave half a line
-        self._size = size
+        self.size = size
         self.truncate(whole)
 
     def append(self, record: dict[str, Any]) -> None:
         """Raises OSError when the disk does; the record is not lost."""
         finite = {name: _json_number(value) for name, value in record.items()}
-        self._pending += json.dumps(finite, allow_nan=False).encode() + b"\n"
-        done = 0
+        self.pending += json.dumps(finite, allow_nan=False) + "\n"
+        self._write()
+
+    def _write(self) -> None:
+        lines, done = self.pending.encode(), 0
         try:
-            while done < len(self._pending):
-                done += os.write(self._fd, self._pending[done:])
+            while done < len(lines):
+                done += os.write(self._fd, lines[done:])
         except OSError:
-            os.ftruncate(self._fd, self._size)
-            os.lseek(self._fd, self._size, os.SEEK_SET)
+            os.ftruncate(self._fd, self.size)
+            os.lseek(self._fd, self.size, os.SEEK_SET)
             raise
-        self._size += done
-        self._pending = b""
+        self.size += done
+        self.pending = ""
 
     def sync(self) -> int:
         """Bytes that are surely on disk."""
+        if self.pending:
+            try:
+                self._write()
+            except OSError:
+                pass  # the disk is still full
         os.fsync(self._fd)
-        return self._size
+        return self.size
 
     def truncate(self, size: int) -> int:
         """Cut to `size` bytes; returns how many bytes the file is short of it."""
-        missing = max(0, size - self._size)
-        if size < self._size:
+        missing = max(0, size - self.size)
+        if size < self.size:
             os.ftruncate(self._fd, size)
-            self._size = size
-        self._pending = b""
-        os.lseek(self._fd, self._size, os.SEEK_SET)
+            self.size = size
+        self.pending = ""
+        os.lseek(self._fd, self.size, os.SEEK_SET)
         return missing
 
     def close(self) -> None:

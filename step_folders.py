@@ -249,7 +249,7 @@ def recover(run_dir):
     """
     touched = []
     for path in sorted(Path(run_dir).iterdir()):
-        if re.fullmatch(r"(step-\d+.*|LATEST)\.tmp", path.name):
+        if re.fullmatch(r"(step-\d+.*|LATEST|config\.yaml|report\.html)\.tmp", path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         elif re.fullmatch(r"step-\d+\.replaced", path.name):
             original = path.with_suffix("")
@@ -265,13 +265,16 @@ def metric_mode(name):
     return "min" if re.search(r"loss|perplexity|nll", name) else "max"
 
 
-def best_step(steps, metric):
-    """The one of `complete_steps` that is best by a metric of its manifest (the earlier one on a tie), or None."""
+def best_step(steps, metric, mode=None):
+    """The one of `complete_steps` that is best by a metric of its manifest (the earlier one on a tie), or None.
+
+    `mode`: "min" or "max"; None goes by the metric's name.
+    """
     scored = [(manifest["metrics"][metric], folder) for manifest, folder in steps if metric in manifest["metrics"]]
     scored = [(value, folder) for value, folder in scored if value == value]  # NaN is never the best
     if not scored:
         return None
-    pick = min if metric_mode(metric) == "min" else max
+    pick = min if (mode or metric_mode(metric)) == "min" else max
     return pick(scored, key=lambda item: item[0])[1]
 
 
