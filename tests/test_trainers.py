@@ -1,0 +1,591 @@
+"""What a training run on one device promises: the same update however a step is cut up, the same metrics however an
+evaluation is, the numbers of a plain loop written by hand, and no step on a number that is not finite."""
+
+import json
+import math
+import os
+import shutil
+
+import pytest
+import torch
+
+import losses
+import models
+from runs import LLAMA, MODELS, NEOX, STRONG, assert_same_training, distance, save_model, settings_of, train, write_data
+from tokenization import load_tokenized
+
+LN2 = math.log(2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs")
+    write_data(path / "data")
+    return path
+
+
+_baselines = {}
+
+
+@pytest.fixture
+def baseline(folder):
+    """The plain run of a loss that others are compared with: trained once."""
+    def of(loss, *overrides):
+        if (loss, overrides) not in _baselines:
+            _baselines[loss, overrides] = train(folder, *LLAMA, f"loss={loss}", *STRONG, "debug=true", *overrides)
+        return _baselines[loss, overrides]
+    return of
+
+
+# ---- Law 1: the same update -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [
+    ["tokens_per_microbatch=1"], ["tokens_per_microbatch=1000000"], ["gradient_accumulation_steps=4"],
+    ["prefix_sharing=false"], ["model.attention=plain"], ["reference.mode=online"], ["activation_checkpointing=true"],
+    ["activation_checkpointing=2"]], ids=lambda change: change[0])
+def test_how_a_step_is_computed_does_not_change_it(folder, baseline, change):
+    plain = baseline("dpo")
+    assert len(plain.losses) == 11 and abs(plain.losses[-1] - LN2) > 1e-3  # it learnt something
+    assert_same_training(plain, train(folder, *LLAMA, "loss=dpo", *STRONG, "debug=true", *change))
+
+
+@pytest.mark.parametrize("loss", ["sft", "ipo"])
+def test_micro_batches_do_not_change_other_losses(folder, baseline, loss):
+    split = train(folder, *LLAMA, f"loss={loss}", *STRONG, "debug=true", "tokens_per_microbatch=1")
+    assert_same_training(baseline(loss), split)
+
+
+def test_keeping_the_pairs_of_a_prompt_together_does_not_change_a_step(folder):
+    runs = [train(folder, *LLAMA, "loss=dpo", *STRONG, "debug=true", "shuffle=prompts", *more)
+            for more in ([], ["tokens_per_microbatch=1"], ["prefix_sharing=false"])]
+    for other in runs[1:]:
+        assert_same_training(runs[0], other)
+
+
+def test_the_same_run_twice_is_the_same_bits(folder, baseline):
+    again = train(folder, *LLAMA, "loss=dpo", *STRONG, "debug=true")
+    assert again.losses == baseline("dpo").losses
+    assert all(torch.equal(value, again.weights[name]) for name, value in baseline("dpo").weights.items())
+
+
+def test_another_seed_is_another_run(folder, baseline):
+    assert train(folder, *LLAMA, "loss=dpo", *STRONG, "debug=true", "seed=1").losses != baseline("dpo").losses
+
+
+def test_five_pairs_in_one_step_however_they_are_cut(folder):
+    """The case of losses.json: one micro-batch, 4 + 1, ..., 1 + 1 + 1 + 1 + 1 have one gradient norm."""
+    shapes, norms = [], []
+
+    def note(trainer):
+        step = trainer.train_step
+        trainer.train_step = lambda s: (shapes.append([len(b.pairs) for b in s.micro_batches]), step(s))[1]
+
+    for cut in ("gradient_accumulation_steps=1", "gradient_accumulation_steps=4", "tokens_per_microbatch=300",
+                "tokens_per_microbatch=1"):
+        run = train(folder, *NEOX, "loss=dpo", "n_examples=5", "batch_size=5", "lr=1e-3", "debug=true", cut,
+                    prepare=note)
+        norms.append(run.norms[0])
+    assert shapes[0] == [5] and shapes[-1] != [5] and len({tuple(shape) for shape in shapes}) >= 3, shapes
+    assert all(sum(shape) == 5 for shape in shapes)
+    assert max(norms) - min(norms) < 1e-5
+
+
+# ---- Law 2: the same metrics ----------------------------------------------------------------------------------------
+
+
+def by_hand(config, trained, split="test"):
+    """Losses and rewards of held-out pairs from plain forward passes, one response at a time, full logits."""
+    tokenizer = models.load_tokenizer(config)
+    reference = models.load_model(config, tokenizer, torch.float32, "cpu")
+    policy = models.load_model(config, tokenizer, torch.float32, "cpu")
+    policy.load_state_dict(trained)
+    rows = []
+    for name in config.datasets:
+        data = load_tokenized(name, split, tokenizer, config, sft=config.loss.name == "sft")
+        for group, *responses in data.examples.tolist():
+            logps = []
+            for response in responses:
+                if response < 0:
+                    continue
+                prompt, answer = data.prompt(group), data.response(group, response)
+                ids = torch.tensor([[*prompt.tolist(), *answer.tolist()]])
+                for model in (policy, reference):
+                    with torch.no_grad():
+                        each = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+                    logps.append(each[len(prompt) - 1:].double().sum())
+            rows.append((data.name, logps))
+    return rows
+
+
+@pytest.mark.parametrize("eval_batch_size", [1, 2, 3, 4, 5])
+def test_evaluation_does_not_depend_on_its_batches(folder, baseline, eval_batch_size):
+    run = train(folder, *LLAMA, "loss=dpo", *STRONG, "debug=true", f"eval_batch_size={eval_batch_size}")
+    plain = baseline("dpo").evals[-1]
+    assert run.evals[-1].keys() == plain.keys()
+    assert all(run.evals[-1][name] == pytest.approx(plain[name], abs=1e-6 * max(1, abs(plain[name]))) for name in plain)
+    assert run.result == run.evals[-1]["loss/eval"]
+
+
+def test_evaluation_is_what_one_computes_by_hand(folder, baseline):
+    run = baseline("dpo")
+    rows = by_hand(settings_of(folder, *LLAMA, "loss=dpo", *STRONG), run.weights)
+    assert len(rows) == 5
+    expected = {name: 0.0 for name in run.evals[-1]}
+    for _, (chosen, reference_chosen, rejected, reference_rejected) in rows:
+        good, bad = 0.1 * (chosen - reference_chosen), 0.1 * (rejected - reference_rejected)
+        values = {"loss/eval": -torch.nn.functional.logsigmoid(good - bad), "rewards_eval/chosen": good,
+                  "rewards_eval/rejected": bad, "rewards_eval/margins": good - bad, "logps_eval/chosen": chosen,
+                  "rewards_eval/accuracies": float(good > bad), "logps_eval/rejected": rejected}
+        for name, value in values.items():
+            expected[name] += float(value) / len(rows)
+    for name, value in expected.items():
+        if not name.startswith("lengths"):
+            assert run.evals[-1][name] == pytest.approx(value, abs=1e-5 * max(1, abs(value))), name
+
+
+def test_sft_evaluation_is_what_one_computes_by_hand(folder, baseline):
+    run = baseline("sft")
+    rows = by_hand(settings_of(folder, *LLAMA, "loss=sft", *STRONG), run.weights)
+    assert run.evals[-1]["loss/eval"] == pytest.approx(-sum(float(logps[0]) for _, logps in rows) / len(rows), rel=1e-6)
+
+
+def test_each_data_set_has_its_own_values(folder):
+    write_data(folder / "other", prompts=4, held_out=1)
+    names = f"datasets=[{folder}/data,{folder}/other]"
+    run = train(folder, *LLAMA, "loss=dpo", "lr=1e-3", "n_examples=20", "warmup_steps=0", "debug=true", names)
+    held_out = {f"{folder}/data": 5, f"{folder}/other": 2}
+    last = run.evals[-1]
+    for metric in ("loss/eval", "rewards_eval/margins", "logps_eval/chosen"):
+        parts = {name.removeprefix(metric + "/"): value for name, value in last.items() if name.startswith(metric + "/")}
+        assert len(parts) == 2, parts
+        assert len(set(parts.values())) == 2
+        weights = [next(n for path, n in held_out.items() if path.endswith(part) or part in path) for part in parts]
+        mean = sum(value * n for value, n in zip(parts.values(), weights)) / 7
+        assert last[metric] == pytest.approx(mean, rel=1e-6)
+
+
+ANCESTOR_METRICS = [f"{group}_{{}}/{name}" for group, names in {
+    "rewards": ("chosen", "rejected", "accuracies", "margins"), "logps": ("chosen", "rejected")}.items() for name in names]
+
+
+def test_metrics_have_the_ancestors_names(folder):
+    run = train(folder, *LLAMA, "loss=dpo", *STRONG, "debug=true", "do_first_eval=true")
+    lines = [json.loads(line) for line in open(os.path.join(run.run_dir, "metrics.jsonl"))]
+    evals = [line for line in lines if "loss/eval" in line]
+    steps = [line for line in lines if "loss/train" in line]
+    assert [line["examples"] for line in evals] == [0, 50] and [line["updates"] for line in evals] == [0, 11]
+    assert all(name.format("eval") in evals[0] for name in ANCESTOR_METRICS)
+    more = ["grad_norm", "learning_rate", "examples_per_second", "tokens_per_second", "counters/examples",
+            "counters/updates", "memory/peak_gb", "lengths_train/chosen", "lengths_train/rejected"]
+    assert len(steps) == 11
+    assert all(name in line for line in steps for name in [n.format("train") for n in ANCESTOR_METRICS] + more)
+    assert [line["counters/examples"] for line in steps] == [5, 10, 15, 20, 25, 26, 31, 36, 41, 46, 50]
+    assert all(isinstance(line["time"], float) for line in lines)
+
+
+def test_a_log_line_averages_all_steps_since_the_last(folder):
+    """Examples weigh the same in it, also those of a smaller step."""
+    options = (*LLAMA, "loss=dpo", *STRONG, "debug=true", "n_examples=26")
+    each = train(folder, *options)
+    rare = train(folder, *options, "minimum_log_interval_secs=1000")
+    lines = [json.loads(line) for line in open(os.path.join(rare.run_dir, "metrics.jsonl"))]
+    line, = [line for line in lines if "loss/train" in line]
+    weights = [5, 5, 5, 5, 5, 1]
+    assert line["loss/train"] == pytest.approx(sum(w * x for w, x in zip(weights, each.losses)) / 26, rel=1e-6)
+
+
+# ---- Law 3: every example once an epoch -----------------------------------------------------------------------------
+
+
+def test_every_example_once_an_epoch_and_none_twice(folder):
+    epochs = {}
+
+    def note(trainer):
+        step = trainer.train_step
+
+        def noted(s):
+            for batch in s.micro_batches:
+                epochs.setdefault(s.epoch, []).extend(
+                    (unit.group, unit.response_ids[a], unit.response_ids[b]) for unit in batch.units for a, b in unit.pairs)
+            return step(s)
+
+        trainer.train_step = noted
+
+    run = train(folder, *LLAMA, "loss=dpo", "n_epochs=3", "batch_size=4", "debug=true", prepare=note)
+    assert len(run.losses) == 3 * 7  # 26 pairs: six steps of 4, one of 2
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2]) and len(set(epochs[0])) == 26
+    assert epochs[0] != epochs[1]
+
+
+def test_n_examples_ends_a_run_within_a_step(folder):
+    sizes = []
+
+    def note(trainer):
+        step = trainer.train_step
+        trainer.train_step = lambda s: (sizes.append(s.n_examples), step(s))[1]
+
+    train(folder, *LLAMA, "loss=dpo", "n_examples=11", "batch_size=4", "debug=true", prepare=note)
+    assert sizes == [4, 4, 3]
+
+
+# ---- Step 0, and a loop written by hand -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["reference.mode=cached", "reference.mode=online", "tokens_per_microbatch=1",
+                                 "activation_checkpointing=true", "model.attention=plain"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_policy_starts_as_the_reference(folder, tmp_path, model, how):
+    shutil.copytree(folder / "data", tmp_path / "data")
+    runs = 2 if how == "reference.mode=cached" else 1  # cold cache, then warm
+    for _ in range(runs):
+        run = train(tmp_path, *MODELS[model], "loss=dpo", "lr=1e-4", "n_examples=10", "do_first_eval=true", "debug=true", how)
+        first = run.steps[0]
+        assert first["loss/train"] == pytest.approx(LN2, abs=1e-6)
+        assert first["rewards_train/margins"] == first["rewards_train/chosen"] == first["rewards_train/rejected"] == 0
+        assert first["rewards_train/accuracies"] == 0.5  # ties
+        assert run.evals[0]["rewards_eval/margins"] == 0 and run.evals[0]["rewards_eval/accuracies"] == 0.5
+        assert run.evals[0]["loss/eval"] == pytest.approx(LN2, abs=1e-6)
+        assert run.steps[1]["rewards_train/margins"] != 0
+    kept = list(tmp_path.glob("runs/*/reference/*/*.logps"))
+    assert len(kept) == (0 if how == "reference.mode=online" else 2)
+
+
+def test_ipo_starts_at_its_target(folder):
+    run = train(folder, *LLAMA, "loss=ipo", "loss.beta=0.1", "n_examples=8", "debug=true")
+    assert run.losses[0] == pytest.approx(25.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("optimizer, keywords", [("RMSprop", {}), ("AdamW", {"weight_decay": 0.1, "betas": [0.8, 0.9]})])
+def test_dpo_equals_a_textbook_loop(folder, optimizer, keywords):
+    """Two padded rows a pair, the model's own attention and full logits, one backward pass, a step."""
+    options = [*NEOX, "loss=dpo", "loss.beta=0.3", f"optimizer={optimizer}", "lr=1e-4", "warmup_steps=3", "batch_size=4",
+               "n_examples=20", "max_grad_norm=0.5", *(f"optimizer_kwargs.{k}={v}" for k, v in keywords.items())]
+    numbers = []
+
+    def note(trainer):
+        step = trainer.train_step
+        trainer.train_step = lambda s: (numbers.append(trainer.plan.numbers(s.number)), step(s))[1]
+
+    run = train(folder, *("+" * o.startswith("optimizer_kwargs") + o for o in options), "debug=true", prepare=note)
+
+    config = settings_of(folder, *("+" * o.startswith("optimizer_kwargs") + o for o in options))
+    tokenizer = models.load_tokenizer(config)
+    policy = models.load_model(config, tokenizer, torch.float32, "cpu")
+    reference = models.load_model(config, tokenizer, torch.float32, "cpu")
+    data = load_tokenized(config.datasets[0], "train", tokenizer, config, sft=False)
+    steps = getattr(torch.optim, optimizer)(policy.parameters(), lr=1e-4, **keywords)
+
+    def logps(model, pairs):
+        rows = [(data.prompt(g).tolist(), data.response(g, r).tolist()) for g, *both in pairs for r in both]
+        width = max(len(prompt) + len(answer) for prompt, answer in rows)
+        ids, labels, mask = (torch.full((len(rows), width), fill) for fill in (0, -100, 0))
+        for i, (prompt, answer) in enumerate(rows):
+            ids[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+            labels[i, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+            mask[i, : len(prompt) + len(answer)] = 1
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+        labels = labels[:, 1:]
+        each = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        return (each * (labels != -100)).sum(-1)
+
+    for number, chosen_numbers in enumerate(numbers):
+        pairs = data.examples[chosen_numbers].tolist()
+        mine = logps(policy, pairs)
+        with torch.no_grad():
+            theirs = logps(reference, pairs)
+        h = (mine - theirs)[0::2] - (mine - theirs)[1::2]
+        loss = -torch.nn.functional.logsigmoid(0.3 * h).mean()
+        assert run.losses[number] == pytest.approx(loss.item(), abs=1e-5)
+        steps.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+        assert run.norms[number] == pytest.approx(norm.item(), rel=1e-4)
+        steps.param_groups[0]["lr"] = 1e-4 * min(1, (number + 1) / 4)
+        steps.step()
+    assert len(numbers) == 5 and any(norm > 0.5 for norm in run.norms)
+    start = models.load_model(config, tokenizer, torch.float32, "cpu").state_dict()
+    assert distance(run.weights, policy.state_dict()) < 1e-5
+    assert distance(run.weights, policy.state_dict()) < 1e-2 * distance(run.weights, start)
+
+
+@pytest.mark.parametrize("schedule, expected", [
+    ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1]), ("linear", [1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4]),
+    ("cosine", [1 / 3, 2 / 3, 1, *(0.5 + 0.5 * math.cos(math.pi * k / 4) for k in (1, 2, 3))])])
+def test_the_learning_rate_warms_up_and_decays(folder, schedule, expected):
+    run = train(folder, *LLAMA, "loss=dpo", "n_examples=24", "warmup_steps=2", f"schedule={schedule}", "lr=0.01",
+                "debug=true", "optimizer=SGD")
+    assert [step["learning_rate"] for step in run.steps] == pytest.approx([0.01 * factor for factor in expected])
+
+
+# ---- Law 6: nothing is hidden ---------------------------------------------------------------------------------------
+
+
+def spoil(*which, value=float("nan")):
+    """Makes the losses of the which-th pairs that are trained on not finite, by a loss of its own."""
+    seen = {"pairs": 0}
+
+    def prepare(trainer):
+        function = losses.LOSSES["dpo"]
+        training = trainer.losses_and_metrics
+
+        def spoiled(pairs, **settings):
+            each, *rewards = function(pairs, **settings)
+            factor = torch.ones_like(each)
+            for place in range(len(each)):
+                if seen["pairs"] in which:
+                    factor[place] = value
+                seen["pairs"] += 1
+            return each * factor, *rewards
+
+        def only_in_training(split, batch):
+            losses.LOSSES["dpo"] = spoiled if split == "train" else function
+            try:
+                return training(split, batch)
+            finally:
+                losses.LOSSES["dpo"] = function
+
+        trainer.losses_and_metrics = only_in_training
+    return prepare
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_optimizer_steps(folder, value):
+    held = {}
+
+    def prepare(trainer):
+        spoil(7, value=value)(trainer)
+        step = trainer.train_step
+
+        def watched(s):
+            held["trainer"], held["step"] = trainer, s
+            held["before"] = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+            return step(s)
+
+        trainer.train_step = watched
+
+    with pytest.raises(FloatingPointError) as error:
+        train(folder, *LLAMA, "loss=dpo", "lr=1e-3", "batch_size=4", "n_examples=20", "debug=true",
+              "tokens_per_microbatch=1", prepare=prepare)
+    trainer = held["trainer"]
+    assert trainer.updates == 1 and "update 2" in str(error.value)
+    assert all(torch.equal(p, held["before"][name]) for name, p in trainer.policy.named_parameters())
+    assert all(p.grad is None for p in trainer.policy.parameters())
+    rows = [json.loads(line) for line in open(os.path.join(trainer.run_dir, "nonfinite.jsonl"))]
+    # The eighth pair trained on is the last of the second step, in the order of its micro-batches.
+    unit = held["step"].micro_batches[-1].units[-1]
+    chosen = trainer.tokenizer.decode(unit.responses[unit.pairs[-1][0]])
+    assert len(rows) == 1 and rows[0]["chosen"] == chosen and rows[0]["updates"] == 1
+    assert rows[0]["row"] == unit.group + 1  # the line of train.jsonl
+    assert f"row {rows[0]['row']}" in str(error.value) and "nonfinite.jsonl" in str(error.value)
+
+
+def test_a_gradient_that_is_not_finite_names_the_whole_step(folder):
+    def prepare(trainer):
+        def break_gradient(grad):
+            return grad * float("inf")
+        step = trainer.train_step
+
+        def broken(s):
+            hook = next(trainer.policy.parameters()).register_hook(break_gradient)
+            try:
+                return step(s)
+            finally:
+                hook.remove()
+        trainer.train_step = broken
+        held.append(trainer)
+
+    held = []
+    with pytest.raises(FloatingPointError, match="gradient"):
+        train(folder, *LLAMA, "loss=dpo", "batch_size=4", "n_examples=4", "debug=true", prepare=prepare)
+    assert len(open(os.path.join(held[0].run_dir, "nonfinite.jsonl")).readlines()) == 4 and held[0].updates == 0
+
+
+def test_steps_that_are_not_finite_can_be_skipped(folder):
+    options = [*LLAMA, "loss=dpo", "lr=1e-3", "batch_size=4", "n_examples=20", "debug=true", "guards.on_nonfinite=skip"]
+    run = train(folder, *options, "guards.max_nonfinite_steps=1", prepare=spoil(5))
+    assert len(run.losses) == 4 and all(map(math.isfinite, run.losses))
+    assert any("Skipped (1 of at most 1)" in notice for notice in run.notices)
+    assert all(torch.isfinite(value).all() for value in run.weights.values())
+
+    with pytest.raises(FloatingPointError):
+        train(folder, *options, "guards.max_nonfinite_steps=1", prepare=spoil(5, 9))
+
+
+def test_a_reference_that_is_not_finite_is_refused(folder):
+    def prepare(trainer):
+        place = trainer.place
+
+        def poisoned(*arguments, **keywords):
+            model = place(*arguments, **keywords)
+            with torch.no_grad():
+                model.get_input_embeddings().weight[ord("T")] = float("nan")
+            return model
+        trainer.place = poisoned
+        trainer.choose_attention = lambda unit: ("packed_sdpa", False)
+
+    with pytest.raises(FloatingPointError, match="The reference gives response"):
+        train(folder, *LLAMA, "loss=dpo", "n_examples=8", "debug=true", prepare=prepare)
+
+
+# ---- Out of memory --------------------------------------------------------------------------------------------------
+
+
+def small_memory(most_units):
+    """A device on which a pass of more than `most_units` prompts does not fit."""
+    def prepare(trainer):
+        forward = trainer.losses_and_metrics
+
+        def limited(split, batch):
+            result = forward(split, batch)
+            if split == "train" and len(batch.units) > most_units:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+            return result
+        trainer.losses_and_metrics = limited
+    return prepare
+
+
+def test_a_step_that_does_not_fit_is_repeated_in_smaller_passes(folder, baseline):
+    run = train(folder, *LLAMA, "loss=dpo", *STRONG, "debug=true", prepare=small_memory(2))
+    assert_same_training(baseline("dpo"), run)
+    said = [notice for notice in run.notices if notice.startswith("Out of memory")]
+    assert said and len(said) <= 3 and "tokens_per_microbatch=" in said[0]
+
+
+def test_a_prompt_that_does_not_fit_says_what_to_do(folder):
+    with pytest.raises(ValueError, match="single prompt.*activation_checkpointing=true"):
+        train(folder, *LLAMA, "loss=dpo", *STRONG, "debug=true", prepare=small_memory(0))
+
+
+# ---- Law 5: no option is ignored ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("override, named", [
+    ("fsdp=no_shard", "fsdp.sharding_strategy"), ("tp_size=2", "tp_size"), ("model.fsdp_policy_mp=bfloat16", "fsdp_policy_mp"),
+    ("fsdp.cpu_offload=true", "fsdp.cpu_offload"), ("world_size=2", "BasicTrainer"), ("loss.average_log_prob=true", None),
+    ("model.attention=flex", "flex")])
+def test_what_cannot_be_honoured_is_refused(folder, override, named):
+    with pytest.raises(Exception) as error:
+        settings_of(folder, *LLAMA, "loss=dpo", override)
+    assert named is None or (isinstance(error.value, ValueError) and named in str(error.value))
+
+
+def test_a_key_that_the_losss_function_does_not_take_is_refused_before_any_weight_is_read(folder, monkeypatch):
+    monkeypatch.setattr(models, "load_model", None)
+    monkeypatch.setitem(losses.LOSSES, "dpo", lambda pairs, *, beta: None)
+    with pytest.raises(ValueError, match="loss.f_divergence is a key that"):
+        train(folder, *LLAMA, "loss=dpo", "n_examples=4", "debug=true")
+    monkeypatch.setitem(losses.LOSSES, "ipo", lambda pairs, *, beta, average_log_prob, reference_free, tau: None)
+    with pytest.raises(ValueError, match="loss.tau is missing"):
+        train(folder, *LLAMA, "loss=ipo", "n_examples=4", "debug=true")
+
+
+@pytest.mark.parametrize("override, changes", [
+    ("loss.label_smoothing=0.2", True), ("loss.reference_free=true", True), ("loss.f_divergence=js", True),
+    ("loss.beta=0.5", True), ("max_grad_norm=0.01", True), ("model.reference_dtype=bfloat16", True),
+    ("optimizer=SGD", True), ("warmup_steps=0", True), ("max_length=40 max_prompt_length=20", True),
+    ("eval_batch_size=2", False)])
+def test_options_reach_the_update(folder, baseline, override, changes):
+    given = [one.split("=")[0] for one in override.split()]
+    run = train(folder, *LLAMA, "loss=dpo", *(o for o in STRONG if o.split("=")[0] not in given), "debug=true",
+                *override.split())
+    assert (distance(run.weights, baseline("dpo").weights) > 1e-6) is changes
+
+
+# ---- Architectures, archives, outputs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "gptj", "llama", "qwen2", "qwen3", "gemma", "phi"])
+def test_every_architecture_trains_a_step(folder, tmp_path, kind):
+    model = save_model(tmp_path / "model", kind)
+    run = train(folder, "model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", "batch_size=4",
+                "n_examples=8", "lr=1e-4", "warmup_steps=0", "debug=true")
+    assert run.losses[0] == pytest.approx(LN2, abs=1e-6) and run.losses[1] != run.losses[0]
+    assert not any("cannot share" in notice for notice in run.notices)
+    assert 0 < distance(model.state_dict(), run.weights) < 0.1
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """A run with all outputs, of a model that came from a folder with a chat template."""
+    path = tmp_path_factory.mktemp("trained")
+    save_model(path / "model", "gpt_neox")
+    run = train(folder, "model=blank_model", f"model.name_or_path={path}/model", "loss=sft", "lr=1e-3", "batch_size=4",
+                "n_examples=8", "warmup_steps=0", "sample_during_eval=true", "sampling.max_new_tokens=4",
+                "n_eval_model_samples=2")
+    return path, run
+
+
+def test_policy_pt_loads_with_the_ancestors_code(trained):
+    _, run = trained
+    content = torch.load(os.path.join(run.run_dir, "LATEST", "policy.pt"), weights_only=True)
+    assert content["step_idx"] == 8 and set(content) == {"step_idx", "state", "metrics"}
+    assert content["metrics"]["loss/eval"] == run.result
+    assert all(torch.equal(run.weights[name], content["state"][name]) for name in run.weights)
+
+
+def test_the_hugging_face_folder_opens_and_generates(trained):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _, run = trained
+    hf = os.path.join(run.run_dir, "LATEST", "hf")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(hf), AutoTokenizer.from_pretrained(hf)
+    assert tokenizer.chat_template == models.byte_tokenizer().chat_template
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True,
+                                         return_tensors="pt", return_dict=True)
+    assert model.generate(**chat, max_new_tokens=3, do_sample=False).shape[1] > chat["input_ids"].shape[1]
+    assert all(torch.equal(run.weights[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("what", ["", "LATEST", "LATEST/policy.pt", "LATEST/hf"])
+@pytest.mark.parametrize("mode", ["cached", "online"])
+def test_an_archive_sets_policy_and_reference_alike(folder, trained, what, mode):
+    path, sft = trained
+    start = {}
+
+    def note(trainer):
+        resume = trainer._resume
+        trainer._resume = lambda: (start.update({name: value.clone() for name, value in trainer.policy.state_dict().items()}),
+                                   resume())
+
+    run = train(folder, "model=blank_model", f"model.name_or_path={path}/model", "loss=dpo", "n_examples=4", "debug=true",
+                f"reference.mode={mode}", f"model.archive={os.path.join(sft.run_dir, what)}", prepare=note)
+    assert run.losses[0] == pytest.approx(LN2, abs=1e-6) and run.steps[0]["rewards_train/margins"] == 0
+    assert all(torch.equal(sft.weights[name], value) for name, value in start.items())
+
+
+def test_samples_of_policy_and_reference_are_written(folder):
+    run = train(folder, *LLAMA, "loss=dpo", "lr=1e-2", "warmup_steps=0", "n_examples=12", "sample_during_eval=true",
+                "do_first_eval=true", "eval_every=4", "sampling.max_new_tokens=8", "n_eval_model_samples=3", "debug=true")
+    rows = [json.loads(line) for line in open(os.path.join(run.run_dir, "samples.jsonl"))]
+    times = sorted({row["examples"] for row in rows})
+    assert times == [0, 4, 8, 12] and all(sum(row["examples"] == t for row in rows) == 3 for t in times)
+    first, last = ([row for row in rows if row["examples"] == t] for t in (0, 12))
+    assert all(row["policy"] == row["reference"] for row in first)
+    assert [row["reference"] for row in first] == [row["reference"] for row in last]
+    assert [row["policy"] for row in first] != [row["policy"] for row in last]
+
+
+def test_pythia_from_a_hub_cache_without_a_network(folder, tmp_path, command):
+    """HF_HUB_OFFLINE=1 python train.py model=pythia loss=dpo, with the cache laid out as the Hub's client does."""
+    repository = tmp_path / "hub" / "models--EleutherAI--pythia-160m"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    save_model(repository / "snapshots" / commit, "gpt_neox")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    options = ["model=pythia", "loss=dpo", "device=cpu", f"datasets=[{folder}/data]", "n_examples=8", "batch_size=4",
+               "wandb.enabled=false", "sampling.max_new_tokens=2", "local_dirs=[runs]"]
+    done = command(*options, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path), HF_HUB_CACHE=str(tmp_path / "hub"), timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for path in tmp_path.glob("runs/*/*/metrics.jsonl") for line in open(path)]
+    assert [line["loss/train"] for line in lines if "loss/train" in line][0] == pytest.approx(LN2, abs=1e-3)
+    assert lines[0]["loss/eval"] == pytest.approx(LN2, abs=1e-6)
+
+
+def test_without_a_model_the_message_says_how_to_get_one(folder, tmp_path, command):
+    done = command("model=pythia", "loss=dpo", "device=cpu", f"datasets=[{folder}/data]", "local_dirs=[runs]",
+                   HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "empty"), timeout=200)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    for words in ("EleutherAI/pythia-160m", "To get one:", "hf download EleutherAI/pythia-160m", "model=tiny"):
+        assert words in done.stderr
+    assert not list(tmp_path.glob("runs/**/metrics.jsonl"))
