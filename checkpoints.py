@@ -450,6 +450,11 @@ class Checkpointer:
         found = find_resumable(self.run_dir, self.notice) if self.world.is_main else None
         return self._gather(found)[0]
 
+    def any_step(self):
+        """Whether there is a step folder at all, whole or not (rank 0 looks)."""
+        found = any(self.run_dir.glob("step-*")) if self.world.is_main else None
+        return self._gather(found)[0]
+
     def peek(self, step):
         """(world size, trainer_state) of a step folder, the same on all ranks, without loading it.
 

@@ -96,6 +96,11 @@ class EarlyStop:
     def over(self) -> bool:
         return self.metric is not None and self.without >= self.patience
 
+    @property
+    def watched(self) -> tuple[str, str] | None:
+        """(metric, "min" or "max"), if one is watched."""
+        return (self.metric, "min" if self.sign < 0 else "max") if self.metric else None
+
     def is_best(self) -> bool:
         """Whether the last evaluation was the best so far."""
         return self.metric is not None and self.best is not None and self.without == 0
@@ -116,7 +121,9 @@ class MovementWatch:
     learning's rates most are. Looked at once, over the first `after` updates.
     """
 
-    def __init__(self, model: torch.nn.Module, after: int = 20):
+    UPDATES = 20
+
+    def __init__(self, model: torch.nn.Module, after: int = UPDATES):
         self.left = after
         low = [p for p in model.parameters() if p.requires_grad and p.element_size() < 4]
         self.samples = [(p, self._part(p).clone()) for p in low]

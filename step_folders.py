@@ -249,7 +249,7 @@ def recover(run_dir):
     """
     touched = []
     for path in sorted(Path(run_dir).iterdir()):
-        if re.fullmatch(r"(step-\d+.*|LATEST|config\.yaml|report\.html)\.tmp", path.name):
+        if re.fullmatch(r"(step-\d+.*|LATEST|config\.yaml.*|report\.html)\.tmp", path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         elif re.fullmatch(r"step-\d+\.replaced", path.name):
             original = path.with_suffix("")

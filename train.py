@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import launch
 import settings
+import step_folders
 import utils
 
 USERS_MISTAKE = 2  # exit code
@@ -136,12 +137,39 @@ def make_run_folder(config: DictConfig) -> str:
     recorded = config.copy()
     recorded.resume = None
     path = os.path.join(run_dir, "config.yaml")
+    temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        OmegaConf.save(recorded, path + ".tmp")
-        os.replace(path + ".tmp", path)  # whole or not at all: a run is resumed by this file
+        if config.resume is not None:
+            step_folders.lock(run_dir).close()  # a live run's settings are not to be touched
+            before = OmegaConf.load(path)
+            recorded.local_run_dir = before.get("local_run_dir")
+            if before == recorded:
+                return run_dir
+        OmegaConf.save(recorded, temporary)
+        if config.resume is not None or not _claim(temporary, path):
+            os.replace(temporary, path)  # whole or not at all: a run is resumed by this file
     except OSError as error:
         raise ValueError(f"the run folder {run_dir} cannot be written: {error.strerror}") from error
     return run_dir
+
+
+def _claim(temporary: str, path: str) -> bool:
+    """Give the folder to the one of two runs that start in it in the same instant which links the file first. Whether
+    that was possible: some file systems have no links.
+
+    Raises:
+        ValueError: the other one did.
+    """
+    try:
+        os.link(temporary, path)
+        os.unlink(temporary)
+        return True
+    except FileExistsError:
+        os.unlink(temporary)
+        raise ValueError(f"{os.path.dirname(path)}: another run has just begun in this folder; name another one with "
+                         "local_run_dir=...") from None
+    except OSError:
+        return False
 
 
 def discard_unused(run_dir: str) -> None:
@@ -154,6 +182,12 @@ def discard_unused(run_dir: str) -> None:
     from_the_start = {"config.yaml", "metrics.jsonl", "samples.jsonl", "notices.jsonl", "report.html", ".lock",
                       ".heartbeat"}
     if names <= from_the_start and not any(sizes):
+        try:
+            step_folders.lock(run_dir, patience=0).close()
+        except ValueError:
+            return  # another run is alive in it
+        except OSError:
+            pass  # no locks on this file system
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
@@ -189,7 +223,11 @@ def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
         ValueError: no such run, or settings changed that make another run of it; all of them are named.
     """
     if config.resume == "auto":
-        folder = newest_run(config, overrides)
+        folder = config.local_run_dir
+        if folder is None:
+            folder = newest_run(config, overrides)
+        elif not os.path.isfile(os.path.join(folder, "config.yaml")):
+            folder = None
         if folder is None:
             fresh = config.copy()
             fresh.resume = None
@@ -201,13 +239,19 @@ def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
     saved = OmegaConf.load(os.path.join(folder, "config.yaml"))
     changed = changed_keys(config, saved, overrides)
     refused = [key for key in changed if not may_change(key)]
+    if saved.schedule != "constant":  # steps already taken would have had other learning rates
+        refused += [key for key in ("n_epochs", "n_examples") if key in changed]
     if refused:
         lines = "".join(f"\n  {key}: {settings.show(old)} -> {settings.show(new)}"
                         for key, (old, new) in changed.items() if key in refused)
         raise ValueError(f"resume={folder}: these settings differ from those of the run and may not change:{lines}\n"
+                         + (f"(schedule={saved.schedule} decays over the whole run, so its length is fixed.) "
+                            if {"n_epochs", "n_examples"} & set(refused) else "") +
                          "Leave them as they were, or start a new run from its weights with model.archive=" + folder)
-    for key, (_, new) in changed.items():
+    for key, (old, new) in changed.items():
         OmegaConf.update(saved, key, new, force_add=True)
+        if is_main_process() and key not in ("local_run_dir", "exp_name"):
+            print(f"note: resumed with {key}={settings.show(new)}; it was {settings.show(old)}")
     saved.resume = os.path.abspath(folder)
     saved.local_run_dir = None
     return saved

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
+import re
+import shlex
 import time
 from collections import defaultdict
 from functools import partial
@@ -18,18 +19,19 @@ from functools import partial
 import numpy as np
 import torch
 
+import launch
 import losses
 import models
 import scoring
 from batching import MicroBatch, Mixture, Step, StepPlan, Unit, pack, pad
 from checkpoints import Checkpointer
-from guards import PREEMPTED, EarlyStop, Heartbeat, MovementWatch, SignalWatch
+from guards import EarlyStop, Heartbeat, MovementWatch, SignalWatch
 from losses import preference_loss  # noqa: F401  (part of this module's public face)
 from reference import ReferenceCache, weights_digest
 from reporting import Reporter
 from sampling import generate_samples, reshard
 from tokenization import load_tokenized
-from utils import World, all_reduce_sum, barrier, broadcast_object, check_same, gather_objects, get_local_dir, seed_everything
+from utils import World, all_reduce_sum, broadcast_object, check_same, gather_objects, get_local_dir, seed_everything
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What is summed over examples, in the order of the columns of a metric matrix; `{}` becomes train or eval.
@@ -42,11 +44,17 @@ def run(config, run_dir: str, world: World) -> float | None:
     """Train as `config` says, on this rank. Returns the last evaluation's loss (None if there was none)."""
     trainer = TRAINERS[config.trainer](config, run_dir, world)
     try:
-        result = trainer.train()
+        with trainer.signals:
+            result = trainer.train()
     except BaseException as problem:
+        if world.size == 1 or isinstance(problem, FloatingPointError):  # which all ranks raise together
+            trainer.checkpointer.close()  # a save in the background still completes
+        if world.size > 1 and launch.is_follower(problem):
+            problem = RuntimeError(f"A collective operation failed; it was waiting for {trainer.heartbeat.missing()}. "
+                                   f"The cause: {problem}").with_traceback(problem.__traceback__)
         # train.py tells the user's own mistakes, in one line; they need no second one here.
         trainer.reporter.finish(False, None if type(problem) is ValueError else f"{type(problem).__name__}: {problem}")
-        raise
+        raise problem
     finally:
         trainer.heartbeat.close()
     trainer.reporter.finish(True)
@@ -68,17 +76,21 @@ class BasicTrainer:
         # Ranks that take different examples; ranks of one tensor-parallel group share theirs.
         self.data_rank, self.data_ranks = 0, 1
         seed_everything(config.seed)
+        stop, told = config.early_stopping, []
+        self.early_stop = EarlyStop(stop.metric, stop.patience, stop.min_delta, stop.mode)
+        # First of all: it takes the folder, or ends here because another run has it.
+        self.checkpointer = Checkpointer(run_dir, config.checkpoint, world, told.append, self.early_stop.watched)
         self.reporter = Reporter(config, run_dir, world)
-        self.notice = self.reporter.notice
+        self.notice = self.checkpointer.notice = self.reporter.notice
+        for text in told:
+            self.notice(text)
         self.examples = self.updates = self.step_number = self.skipped = 0
         self.evaluated_at: int | None = None  # the step before which the last evaluation, and the last save, were made
         self.saved_at: int | None = None
         self.last_eval: dict[str, float] = {}
         self.last_save, self.seconds_since_save = time.monotonic(), 0.0
         self.stop_wanted = False  # a signal came, on any rank
-        self.signals: SignalWatch | None = None
-        stop = config.early_stopping
-        self.early_stop = EarlyStop(stop.metric, stop.patience, stop.min_delta, stop.mode)
+        self.signals = SignalWatch(on_first=launch.hold_on)  # the parent then gives the time that a save takes
         self.heartbeat = Heartbeat(os.path.join(run_dir, ".heartbeat"), world.rank, world.size,
                                    patience=0.8 * 60 * config.guards.collective_timeout_minutes)
         # float16 gradients underflow without a factor on the loss; it adapts in `train_step`.
@@ -132,6 +144,11 @@ class BasicTrainer:
         """Data, weights, reference log-probs, optimizer, and the state of a run that is resumed."""
         config = self.config
         self._check_loss()
+        if config.model.trust_remote_code:
+            self.notice("model.trust_remote_code=true: code that comes with "
+                        f"{config.model.tokenizer_name_or_path or models.source_of(config)} runs here, with your rights.")
+        self._find_checkpoint()
+        self.heartbeat.at("preparing the data", 0, patient=True)
         self.tokenizer = models.load_tokenizer(config)
         self.datasets = {"train": self._load_data("train"), "eval": self._load_data("test")}
         if not sum(len(dataset.examples) for dataset in self.datasets["train"]):
@@ -144,6 +161,7 @@ class BasicTrainer:
                 for text in dataset.notices:
                     self.notice(text)
 
+        self.heartbeat.at("loading the weights", 0, patient=True)
         self.policy = self.place(DTYPES[config.model.policy_dtype])
         self._report_model()
         train = Mixture(self.datasets["train"], self._weights())
@@ -153,8 +171,10 @@ class BasicTrainer:
         self.share_prefix = config.prefix_sharing and self.kernel != "plain"
         make_batch = (partial(pad, pad_token_id=self.tokenizer.pad_token_id) if self.kernel == "plain"
                       else partial(pack, share_prefix=self.share_prefix))
+        if self.first_budget is None:
+            self.first_budget = min(gather_objects(self._token_budget(), self.world))  # ranks may differ in free memory
         layout = dict(make_batch=make_batch, rank=self.data_rank, n_ranks=self.data_ranks,
-                      share_prefix=self.share_prefix, seed=config.seed, budget=self._token_budget())
+                      share_prefix=self.share_prefix, seed=config.seed, budget=self.first_budget)
         self.plan = StepPlan(train, config.batch_size, shuffle=config.shuffle, n_epochs=config.n_epochs,
                              n_examples=config.n_examples, min_micro_batches=config.gradient_accumulation_steps, **layout)
         held_out = Mixture(self.datasets["eval"])
@@ -168,8 +188,7 @@ class BasicTrainer:
 
         self.reporter.total_examples = self.plan.n_examples
         self.optimizer = self._make_optimizer()
-        self.checkpointer = Checkpointer(self.run_dir, config.checkpoint, self.world, self.notice)
-        self.movement = MovementWatch(self.policy)
+        self.heartbeat.at("computing the reference's log-probs", 0, patient=True)
         self._prepare_reference()
         self._resume()
 
@@ -191,7 +210,7 @@ class BasicTrainer:
             if (self.world.local_rank == 0) == turn:
                 loaded = [load_tokenized(name, split, self.tokenizer, self.config, sft=self.sft,
                                          progress=self.reporter.progress) for name in self.config.datasets]
-            barrier(self.world)
+            self.checkpointer.wait_for_all()  # tokenising may take longer than a collective of training may
         return loaded
 
     def _weights(self) -> list[float]:
@@ -255,17 +274,18 @@ class BasicTrainer:
         self.reference: torch.nn.Module | None = None
         self.cache: ReferenceCache | None = None
         self.reference_samples: list[str] | None = None
+        self.reference_key: str | None = None  # what the reference is, for a resumed run to compare
         if self.sft:
             return
         dtype = config.model.reference_dtype or config.model.policy_dtype
         own_model = config.reference.mode == "online" or dtype != config.model.policy_dtype
         if config.loss.get("reference_free"):
             return
+        precision = f"{dtype}-{config.model.fsdp_policy_mp or dtype}"
+        key = self.reference_key = f"{weights_digest(self.policy, self._digest_world())}-{precision}"
         if config.reference.mode == "online":
             self.reference = self._place_reference(dtype)
             return
-        precision = f"{dtype}-{config.model.fsdp_policy_mp or dtype}"
-        key = f"{weights_digest(self.policy, self._digest_world())}-{precision}"
         folder = config.reference.cache_dir or os.path.join(get_local_dir(config.local_dirs), "reference")
         self.cache = ReferenceCache(folder, key, self.datasets, self.notice, writer=self.world.is_main)
         # What one rank found on disk is what all ranks go by: their decisions below must agree.
@@ -407,6 +427,7 @@ class BasicTrainer:
         sums = self._sums("train")
         seen: list[tuple[MicroBatch, torch.Tensor]] = []
         for index, batch in enumerate(step.micro_batches):
+            self.heartbeat.at(f"in pass {index + 1} of {len(step.micro_batches)} of a step", self.updates)
             self.sync_gradients(index == len(step.micro_batches) - 1)
             if batch is None:
                 each, _ = self.losses_and_metrics("train", self.idle_batch)
@@ -465,10 +486,11 @@ class BasicTrainer:
             for parameter in self.policy.parameters():
                 if parameter.grad is not None:
                     parameter.grad.div_(self.loss_scale)
+        self.heartbeat.at("summing gradients", self.updates)
         norm = self.clip_gradients()
         # What the ranks must agree on travels with the metrics: whether a signal came, and rank 0's clock.
         wishes = torch.zeros(len(sums), 1, dtype=sums.dtype, device=sums.device)
-        wishes[0, 0] = float(self.signals is not None and self.signals.received is not None)
+        wishes[0, 0] = float(self.signals.received is not None)
         total = self.reduce(torch.cat([sums, wishes], dim=1))
         values = torch.cat([total.flatten(), norm.reshape(1).to(total.dtype)]).cpu()  # the step's one host sync
         total, norm = values[:-1].reshape(total.shape), values[-1].item()
@@ -559,9 +581,12 @@ class BasicTrainer:
         """Keep the texts of examples that broke a step; returns the file's path."""
         path = os.path.join(self.run_dir, "nonfinite.jsonl")
         if self.world.is_main:
-            with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-                for row in rows:
-                    file.write(json.dumps({"examples": self.examples, "updates": self.updates, **row}) + "\n")
+            try:
+                with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+                    for row in rows:
+                        file.write(json.dumps({"examples": self.examples, "updates": self.updates, **row}) + "\n")
+            except OSError as problem:  # on this rank alone, so it must not raise
+                self.notice(f"{path} could not be written ({problem.strerror}).")
         return path
 
     def _describe(self, unit: Unit, pair: tuple[int, int]) -> dict:
@@ -574,8 +599,8 @@ class BasicTrainer:
     # ---- Evaluation -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Metrics of the held-out examples, and samples if asked for; reported and returned."""
+    def evaluate(self) -> dict[str, float] | None:
+        """Metrics of the held-out examples, and samples if asked for; reported and returned. None if a signal came."""
         if self.eval_plan is None:
             return {}
         sums = self._sums("eval")
@@ -589,12 +614,21 @@ class BasicTrainer:
                     _, metrics = self.losses_and_metrics("eval", batch)
                     self._add(sums, batch, metrics)
                 bar.update(step.n_examples)
+                self.heartbeat.at("in an evaluation", self.updates)
+                if step.number % 8 == 7 and self._signalled():  # a preempted job's time is short
+                    self.after_forwards()
+                    return None
         self.after_forwards()
         metrics = {name: value / count for name, (value, count) in self._by_name(self.reduce(sums).cpu(), "eval").items()}
         self.reporter.log(metrics, self.examples, self.updates)
         if self.config.sample_during_eval:
             self._sample()
         return metrics
+
+    def _signalled(self) -> bool:
+        """Whether a signal came on any rank; all ranks ask together."""
+        self.stop_wanted |= any(gather_objects(self.signals.received is not None, self.world))
+        return self.stop_wanted
 
     def _sample(self) -> None:
         """Continuations of the same held-out prompts by policy and reference."""
@@ -604,6 +638,7 @@ class BasicTrainer:
             if len(units) < wanted and (unit.dataset, unit.group) not in seen:
                 seen.add((unit.dataset, unit.group))
                 units.append(unit)
+        self.heartbeat.at("writing samples", self.updates, patient=True)
         write = partial(
             generate_samples, tokenizer=self.tokenizer, prompts=[unit.prompt for unit in units], world=self.world,
             batch_size=self.config.eval_batch_size, device=self.device, notice=self.notice,
@@ -630,19 +665,19 @@ class BasicTrainer:
         """Prepare, then train to the end. Returns the last evaluation's loss, for sweepers to minimise.
 
         Raises:
-            SystemExit: a signal asked to stop; the state is saved. ValueError, FloatingPointError: see the methods.
+            SystemExit: a signal asked to stop; the state is saved. OSError: the last checkpoint could not be written.
+            ValueError, FloatingPointError: see the methods.
         """
         self.prepare()
         config, plan = self.config, self.plan
         meter = Meter(self)
-        with SignalWatch() as self.signals, self.reporter.progress(
-                plan.n_examples, "training", self.unit_name, initial=self.examples) as bar:
-            if self.updates == 0 and config.sample_during_eval and not config.do_first_eval and self.cache is not None:
+        self.signals.deferred = True  # from here on there is something to save
+        with self.reporter.progress(plan.n_examples, "training", self.unit_name, initial=self.examples) as bar:
+            if self.step_number == 0 and config.sample_during_eval and not config.do_first_eval and self.cache is not None:
                 self._sample()  # the reference's samples can only be had while the policy still is the reference
             for step in plan.steps(self.step_number):
                 if self._between_steps(meter):
                     break
-                self.heartbeat.at("in a training step", self.updates)
                 metrics = self.train_step(step)
                 self.step_number = step.number + 1
                 self.examples = plan.examples_before(self.step_number)
@@ -650,7 +685,10 @@ class BasicTrainer:
                 bar.update(step.n_examples, **meter.rates())
             else:
                 self._between_steps(meter, last=True)
-        self.checkpointer.close()
+        problem = self.checkpointer.close()
+        if problem:
+            raise OSError(f"The run's last checkpoint could not be written, so what was learnt since the one before is "
+                          f"lost ({problem}). Mend this; to do it again:  {self.resume_command()}")
         return self.last_eval.get("loss/eval")
 
     @property
@@ -659,23 +697,27 @@ class BasicTrainer:
 
     def _between_steps(self, meter: "Meter", last: bool = False) -> bool:
         """Evaluate, save or stop, where one is due. Whether training is over."""
-        over = False
-        if self._passed(self.config.eval_every, self.evaluated_at) or (last and self.evaluated_at != self.step_number) \
-                or (self.step_number == 0 and self.config.do_first_eval and self.evaluated_at is None):
+        due = self._passed(self.config.eval_every, self.evaluated_at) or (last and self.evaluated_at != self.step_number) \
+            or (self.step_number == 0 and self.config.do_first_eval and self.evaluated_at is None)
+        best = False
+        if due:
             meter.flush()
-            self.heartbeat.at("in an evaluation", self.updates)
-            self.last_eval = self.evaluate()
-            self.evaluated_at = self.step_number
-            over = self.early_stop.update(self.last_eval)
-            if over:
-                self.notice(f"{self.early_stop.metric} has not got better for {self.early_stop.patience} evaluations: "
-                            f"training ends at {self.examples:,} examples.")
+            # After a signal there may be no time for it: the resumed run evaluates here instead.
+            metrics = None if self.stop_wanted else self.evaluate()
+            if metrics is not None:
+                self.last_eval, self.evaluated_at, due = metrics, self.step_number, False
+                if self.early_stop.update(metrics):
+                    self.notice(f"{self.early_stop.metric} has not got better for {self.early_stop.patience} "
+                                f"evaluations: training ends at {self.examples:,} examples.")
+                best = self.early_stop.is_best() and self.config.checkpoint.keep_best
+        over = self.early_stop.over
         every = self.config.checkpoint.every or self.config.eval_every
         timed = self.config.checkpoint.every_minutes
         timed = timed is not None and self.seconds_since_save > 60 * timed
-        if self.step_number and (last or over or timed or self.stop_wanted or self._passed(every, self.saved_at)):
+        if self.step_number and (
+                last or over or best or timed or self.stop_wanted or self._passed(every, self.saved_at)):
             meter.flush()
-            self.save()
+            self.save(again=due)
         if self.stop_wanted:
             self._stop()
         if self.evaluated_at == self.step_number or self.saved_at == self.step_number:
@@ -693,43 +735,102 @@ class BasicTrainer:
     def _stop(self) -> None:
         """End after a signal: the state is saved."""
         self.checkpointer.close()
-        command = f"python train.py resume={self.run_dir}"
-        saved = "saved" if self.saved_at == self.step_number and self.checkpointer.problem is None else "NOT saved"
-        self.notice(f"Stopped by a signal at {self.examples:,} examples; the state is {saved}. To go on:  {command}")
-        raise SystemExit(130 if self.signals.received == signal.SIGINT else PREEMPTED)
+        saved = self.saved_at == self.step_number and self.checkpointer.problem is None
+        if self.step_number == 0 or self.config.debug:
+            self.notice(f"Stopped by a signal at {self.examples:,} examples; nothing is saved"
+                        + (" in debug mode." if self.config.debug else " before the first step."))
+        else:
+            self.notice(f"Stopped by a signal at {self.examples:,} examples; the state is {'saved' if saved else 'NOT saved'}. "
+                        f"To go on:  {self.resume_command()}")
+        raise SystemExit(self.signals.exit_code)
+
+    def resume_command(self) -> str:
+        """What to paste into a shell to go on with this run."""
+        value = self.run_dir
+        if not re.fullmatch(r"[\w./@:+-]+", value):  # anything else has a meaning to Hydra
+            value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        words = ["python", "train.py", f"resume={value}"]
+        formats = list(self.config.checkpoint.formats)
+        if "state" not in formats:
+            words.append(f"checkpoint.formats=[{','.join(['state', *formats])}]")
+        return shlex.join(words)
 
     # ---- Saving and resuming --------------------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Write a checkpoint; a failure is said and survived."""
+    def save(self, again: bool = False) -> None:
+        """Write a checkpoint; a failure is said and survived. `again`: a run resumed from it saves here once more,
+        because an evaluation is due before."""
         if self.config.debug or self.saved_at == self.step_number:
             return
-        self.heartbeat.at("saving", self.updates)
+        self.heartbeat.at("saving", self.updates, patient=True)
         before, self.saved_at = self.saved_at, self.step_number
         state = {name: getattr(self, name) for name in self.STATE}
-        state |= {"budget": self.plan.budget, "reporter": self.reporter.state(), "early_stop": self.early_stop.state()}
+        state |= {"budget": self.plan.budget, "first_budget": self.first_budget,
+                  "tokens_per_microbatch": self.config.tokens_per_microbatch, "device": self.device.type,
+                  "identity": self._identity(), "reporter": self.reporter.state(), "early_stop": self.early_stop.state()}
+        if again:
+            state["saved_at"] = None
         metrics = self.last_eval if self.evaluated_at == self.step_number else {}
-        problem = self.checkpointer.save(self.examples, self.policy, self.optimizer, self.tokenizer, state, metrics)
-        self.last_save = time.monotonic()
+        formats = self.config.checkpoint.formats
+        if self.stop_wanted and "state" not in formats:
+            formats = ["state", *formats]  # to be able to go on is what the signal asks for
+        problem = self.checkpointer.save(self.examples, self.policy, self.optimizer, self.tokenizer, state, metrics, formats)
+        self.last_save, self.seconds_since_save = time.monotonic(), 0.0
         if problem:
             self.saved_at = before
 
     # The trainer's own numbers that a resumed run starts from.
     STATE = ("examples", "updates", "step_number", "evaluated_at", "saved_at", "skipped", "reference_samples", "last_eval",
-             "loss_scale")
+             "loss_scale", "good_steps")
+
+    def _identity(self) -> dict[str, list | str | None]:
+        """What must be the same for a resumed run to be the same run, beside its settings."""
+        keys = {f"the {split} data": [dataset.key for dataset in datasets] for split, datasets in self.datasets.items()}
+        return {**keys, "the reference model": self.reference_key}
+
+    def _find_checkpoint(self) -> None:
+        """The checkpoint to resume from, and what is needed of it before there is a model."""
+        self.resume_from = self.first_budget = self.later_budget = None
+        if not self.config.resume:
+            return
+        self.resume_from = self.checkpointer.resumable()
+        if self.resume_from is None:
+            if self.checkpointer.any_step():
+                raise ValueError(f"resume={self.run_dir}: none of its checkpoints can be resumed from (see above). Its last "
+                                 "weights can begin a new run, with model.archive=STEP_FOLDER if they are whole.")
+            self.notice("The run has no checkpoint yet: it starts from its beginning.")
+            return
+        size, state = self.checkpointer.peek(self.resume_from)
+        same = state["tokens_per_microbatch"] == self.config.tokens_per_microbatch and state["device"] == self.device.type
+        if same and size == self.world.size:  # the micro-batches of then, to the last bit
+            self.first_budget, self.later_budget = state["first_budget"], state["budget"]
 
     def _resume(self) -> None:
-        folder = self.checkpointer.resumable() if self.config.resume else None
-        if folder is None:
+        self.movement = MovementWatch(self.policy)
+        if self.resume_from is None:
             self.reporter.load_state(None)
             return
-        state = self.checkpointer.load(folder, self.policy, self.optimizer)
+        state = self.checkpointer.peek(self.resume_from)[1]
+        identity = self._identity()
+        changed = [what for what, was in state["identity"].items() if was != identity[what]]
+        if changed:
+            raise ValueError(f"resume={self.run_dir}: {' and '.join(changed)} changed since this run began, so that it would "
+                             "be another run. Put back the files of then, or begin a new run with "
+                             f"model.archive={self.resume_from}")
+        if self.plan.examples_before(state["step_number"]) != state["examples"]:
+            raise ValueError(
+                f"resume={self.run_dir}: its checkpoint is at {state['examples']:,} examples, between two steps of n_epochs="
+                f"{self.config.n_epochs} n_examples={self.config.n_examples}. Leave both as they were, or choose "
+                f"{'more' if state['examples'] > self.plan.n_examples else 'an n_examples that ends with a whole step'}.")
+        self.checkpointer.load(self.resume_from, self.policy, self.optimizer)
         for name in self.STATE:
             setattr(self, name, state[name])
-        self.plan.budget = state["budget"]
+        if self.later_budget is not None:
+            self.plan.budget = self.later_budget
         self.reporter.load_state(state["reporter"])
         self.early_stop.load_state(state["early_stop"])
-        self.notice(f"Resumed from {folder} at {self.examples:,} examples.")
+        self.movement = MovementWatch(self.policy, after=max(0, MovementWatch.UPDATES - self.updates))
+        self.notice(f"Resumed from {self.resume_from} at {self.examples:,} examples.")
 
 
 class Meter:
