@@ -110,10 +110,10 @@ def train(folder: Path, *overrides: str, world: World = World(), prepare=None, r
     config = settings_of(folder, *overrides, *(() if world.size == 1 else (f"world_size={world.size}",)))
     seen = Run(run_dir=run_dir or new_run_dir(folder))
 
-    made = trainers.TRAINERS[config.trainer]
+    make, trainers_made = trainers.TRAINERS[config.trainer], []
 
     def watch(config, run_dir, world):
-        trainer = made(config, run_dir, world)
+        trainer = make(config, run_dir, world)
         step, evaluate = trainer.train_step, trainer.evaluate
 
         def watched_step(*arguments):
@@ -128,15 +128,15 @@ def train(folder: Path, *overrides: str, world: World = World(), prepare=None, r
             seen.evals.append(evaluate())
             return seen.evals[-1]
 
-        trainer.train_step, trainer.evaluate = watched_step, watched_evaluation
+        trainer.train_step, trainer.evaluate, trainer.seen = watched_step, watched_evaluation, seen
         if prepare:
             prepare(trainer)
-        seen.trainer = trainer
+        trainers_made.append(trainer)
         return trainer
 
     with patch.dict(trainers.TRAINERS, {config.trainer: watch}):
         seen.result = trainers.run(config, seen.run_dir, world)
-    trainer = vars(seen).pop("trainer")
+    trainer, = trainers_made
     state = full_state(trainer.policy, world, copy=True)
     seen.weights = {name: value.detach() for name, value in state.items()}
     seen.notices = list(trainer.reporter.notices)
@@ -158,7 +158,7 @@ def assert_same_training(one: Run, other: Run, losses: float = 1e-5, weights: fl
     assert distance(one.weights, other.weights) < weights
 
 
-def save_model(folder: Path, kind: str, **options):
+def save_model(folder: Path, kind: str, seed: int = 0, **options):
     """A local Hugging Face folder of a tiny model with the byte tokenizer, as `hf download` would leave it.
 
     `options` go to save_pretrained. Returns the model.
@@ -167,7 +167,7 @@ def save_model(folder: Path, kind: str, **options):
     import models
 
     tokenizer = models.byte_tokenizer()
-    model = architectures.make(kind, spread=2.0, vocab_size=len(tokenizer))
+    model = architectures.make(kind, seed=seed, spread=2.0, vocab_size=len(tokenizer))
     model.save_pretrained(folder, **options)
     tokenizer.save_pretrained(folder)
     return model

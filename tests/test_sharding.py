@@ -1,0 +1,411 @@
+"""Sharded training is the computation of BasicTrainer: every placement on 1, 2 and 4 processes over gloo, weights read
+into shards from every kind of file, and what a rank holds."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import models
+import scoring
+import sharding
+from batching import Unit, pack, pad
+from conftest import ROOT
+from runs import (
+    LLAMA,
+    MODELS,
+    STRONG,
+    Pool,
+    assert_same_training,
+    distance,
+    save_model,
+    settings_of,
+    train,
+    train_together,
+    write_data,
+)
+from utils import free_port
+
+FSDP = ("trainer=FSDPTrainer",)
+PLACEMENTS = {
+    "FULL_SHARD": FSDP,
+    "SHARD_GRAD_OP": (*FSDP, "fsdp=shard_grad_op"),
+    "HYBRID_SHARD": (*FSDP, "fsdp=hybrid_shard", "fsdp.replicas=2"),
+    "NO_SHARD": (*FSDP, "fsdp=no_shard"),
+    "TP": ("trainer=TensorParallelTrainer", "tp_size={size}"),
+    "FSDP+TP": ("trainer=TensorParallelTrainer", "tp_size=2"),
+}
+LOSSES = ("sft", "dpo", "ipo")
+
+
+def placement(name: str, size: int) -> list[str]:
+    if name == "HYBRID_SHARD" and size == 1:
+        return [*FSDP, "fsdp=hybrid_shard"]
+    return [option.format(size=size) for option in PLACEMENTS[name]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs")
+    write_data(path / "data")
+    return path
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """Processes by world size, started when first asked for."""
+    made = {}
+    yield lambda size: made.setdefault(size, Pool(size))
+    for pool in made.values():
+        pool.stop()
+
+
+_baselines = {}
+
+
+@pytest.fixture
+def baseline(folder):
+    """BasicTrainer's run, trained once for each model and loss."""
+    def of(model, loss):
+        if (model, loss) not in _baselines:
+            _baselines[model, loss] = train(folder, *MODELS[model], f"loss={loss}", *STRONG, "debug=true")
+        return _baselines[model, loss]
+    return of
+
+
+@pytest.fixture
+def sharded(folder, pools):
+    """Trains as `baseline` does but for the placement and what else is given; the runs that the ranks saw."""
+    def run(size, name, *more, model="llama", loss="dpo", prepare=None, timeout=120):
+        given = {option.split("=")[0] for option in more}
+        options = [o for o in (*STRONG, "debug=true") if o.split("=")[0] not in given]
+        return train_together(pools(size), folder, *MODELS[model], f"loss={loss}", *options, *placement(name, size), *more,
+                              prepare=prepare, timeout=timeout)
+    return run
+
+
+# ---- The matrix -----------------------------------------------------------------------------------------------------
+
+WHOLE = [(size, name, loss, model) for size in (1, 2, 4) for name in PLACEMENTS for loss in LOSSES for model in MODELS
+         if not (name == "FSDP+TP" and size != 4)]
+# Every placement with every loss and with both models, on two processes; every placement on one.
+COVERING = {(2, name, loss, model) for index, name in enumerate(PLACEMENTS) for k, loss in enumerate(LOSSES)
+            for model in [("llama", "neox")[(index + k) % 2]]}
+COVERING |= {(1, name, "dpo", "neox") for name in ("FULL_SHARD", "NO_SHARD", "TP")}
+
+
+@pytest.mark.parametrize("size, name, loss, model", [
+    pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in COVERING else pytest.mark.slow) for case in WHOLE])
+def test_every_placement_trains_as_one_device_does(baseline, sharded, size, name, loss, model):
+    runs = sharded(size, name, model=model, loss=loss)
+    assert_same_training(baseline(model, loss), runs[0])
+    for run in runs[1:]:  # metrics are global on every rank
+        assert run.losses == runs[0].losses and run.norms == runs[0].norms and run.evals == runs[0].evals
+    plain = baseline(model, loss).evals[-1]
+    for metric, value in runs[0].evals[-1].items():
+        assert value == pytest.approx(plain[metric], abs=1e-5 * max(1, abs(plain[metric]))), metric
+
+
+@pytest.mark.parametrize("size, name", [
+    (2, "FULL_SHARD"), (2, "TP"), pytest.param(4, "FSDP+TP", marks=pytest.mark.slow),
+    pytest.param(4, "HYBRID_SHARD", marks=pytest.mark.slow)])
+def test_the_same_world_twice_is_the_same_bits(sharded, size, name):
+    one, other = sharded(size, name)[0], sharded(size, name)[0]
+    assert one.losses == other.losses and one.norms == other.norms
+    assert all(torch.equal(value, other.weights[key]) for key, value in one.weights.items())
+
+
+@pytest.mark.parametrize("change", [
+    ["tokens_per_microbatch=1"],  # ranks with nothing in a micro-batch
+    ["gradient_accumulation_steps=5"], ["activation_checkpointing=true"], ["activation_checkpointing=2"],
+    ["fsdp.cpu_offload=true"], ["fsdp.backward_prefetch=null", "fsdp.forward_prefetch=1"], ["reference.mode=online"],
+    ["fsdp.reference_cpu_offload=true", "reference.mode=online"], ["prefix_sharing=false"], ["model.attention=plain"],
+    ["shuffle=prompts"], ["batch_size=2"]], ids=lambda change: change[0])
+def test_options_of_a_sharded_run_do_not_change_it(folder, baseline, sharded, change):
+    plain = baseline("llama", "dpo")
+    if change[0] in ("shuffle=prompts", "batch_size=2"):
+        plain = train(folder, *LLAMA, "loss=dpo", *(o for o in STRONG if not o.startswith(change[0].split("=")[0])),
+                      "debug=true", *change)
+    assert_same_training(plain, sharded(2, "FULL_SHARD", *change)[0])
+
+
+@pytest.mark.parametrize("change", [["tokens_per_microbatch=1"], ["activation_checkpointing=true"], ["reference.mode=online"]],
+                         ids=lambda change: change[0])
+def test_options_of_a_tensor_parallel_run_do_not_change_it(baseline, sharded, change):
+    assert_same_training(baseline("neox", "dpo"), sharded(2, "TP", *change, model="neox")[0])
+
+
+@pytest.mark.slow
+def test_more_ranks_than_examples_in_a_step(baseline, folder, sharded):
+    """26 pairs in steps of 4 end in one of 2, on four ranks."""
+    plain = train(folder, *LLAMA, "loss=dpo", *(o for o in STRONG if not o.startswith("batch_size")), "batch_size=4", "debug=true")
+    assert_same_training(plain, sharded(4, "FULL_SHARD", "batch_size=4")[0])
+    assert_same_training(plain, sharded(4, "FULL_SHARD", "batch_size=4", "tokens_per_microbatch=1")[0])
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", pytest.param("Adagrad", marks=pytest.mark.slow),
+                                       pytest.param("NAdam", marks=pytest.mark.slow),
+                                       pytest.param("Adamax", marks=pytest.mark.slow)])
+def test_other_optimizers(folder, sharded, optimizer):
+    plain = train(folder, *LLAMA, "loss=dpo", *STRONG, "debug=true", f"optimizer={optimizer}")
+    assert_same_training(plain, sharded(2, "FULL_SHARD", f"optimizer={optimizer}")[0])
+
+
+@pytest.mark.parametrize("eval_batch_size", [1, 3, 5])
+def test_evaluation_does_not_depend_on_batches_and_world(baseline, sharded, eval_batch_size):
+    evals = sharded(2, "FULL_SHARD", f"eval_batch_size={eval_batch_size}", "lr=1e-12", "n_examples=5")[0].evals[-1]
+    alone = sharded(1, "FULL_SHARD", "eval_batch_size=16", "lr=1e-12", "n_examples=5")[0].evals[-1]
+    assert evals.keys() == alone.keys()
+    for name, value in evals.items():
+        assert value == pytest.approx(alone[name], abs=1e-6 * max(1, abs(alone[name]))), name
+
+
+def test_bfloat16_is_close_and_keeps_float32_weights(baseline, sharded):
+    for mode in ("cached", "online"):
+        run = sharded(2, "FULL_SHARD", "model.fsdp_policy_mp=bfloat16", f"reference.mode={mode}")[0]
+        assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6) and run.steps[0]["rewards_train/margins"] == 0
+        assert max(abs(a - b) for a, b in zip(run.losses, baseline("llama", "dpo").losses)) < 0.05
+        assert all(value.dtype == torch.float32 for value in run.weights.values())
+        assert distance(run.weights, baseline("llama", "dpo").weights) < 0.02
+
+
+def test_float16_is_refused_on_a_cpu(folder):
+    with pytest.raises(ValueError, match="model.fsdp_policy_mp=float16 needs a GPU"):
+        settings_of(folder, *LLAMA, "loss=dpo", *FSDP, "world_size=2", "model.fsdp_policy_mp=float16")
+
+
+@pytest.mark.parametrize("optimizer", ["Adafactor", "Rprop"])
+def test_optimizers_that_cannot_work_on_shards_are_refused(folder, optimizer):
+    with pytest.raises(ValueError, match=f"optimizer={optimizer}.*BasicTrainer"):
+        settings_of(folder, *LLAMA, "loss=dpo", *FSDP, "world_size=2", f"optimizer={optimizer}")
+    settings_of(folder, *LLAMA, "loss=dpo", f"optimizer={optimizer}")
+
+
+# ---- Gradients and memory -------------------------------------------------------------------------------------------
+
+
+def compare_norms(trainer):
+    """Checks every gradient norm against one of whole gradients, and that clipping scales to the limit."""
+    clip = trainer.clip_gradients
+
+    def whole_norm():
+        total = 0.0
+        for parameter in trainer.policy.parameters():
+            grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            total += grad.double().square().sum().item()
+        return math.sqrt(total)
+
+    def compared():
+        before = whole_norm()
+        norm = clip()
+        assert norm.item() == pytest.approx(before, rel=1e-5)
+        assert before > trainer.config.max_grad_norm
+        assert whole_norm() == pytest.approx(trainer.config.max_grad_norm, rel=1e-4)
+        return norm
+
+    trainer.clip_gradients = compared
+
+
+@pytest.mark.parametrize("size, name", [(2, "FULL_SHARD"), (2, "NO_SHARD"), (2, "TP"),
+                                        pytest.param(4, "FSDP+TP", marks=pytest.mark.slow),
+                                        pytest.param(4, "HYBRID_SHARD", marks=pytest.mark.slow)])
+def test_the_clipped_norm_is_that_of_all_gradients(sharded, size, name):
+    run = sharded(size, name, "max_grad_norm=0.1", "n_examples=10", prepare=compare_norms)[0]
+    assert len(run.norms) == 2
+
+
+def count_bytes(trainer):
+    """Notes what this rank holds of parameters, gradients and optimizer state once all of them exist."""
+    clip = trainer.clip_gradients
+
+    def nbytes(tensor):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local.numel() * local.element_size()
+
+    def counted():
+        parameters = list(trainer.policy.parameters())
+        held = sum(nbytes(p) + nbytes(p.grad) for p in parameters)
+        state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
+        trainer.seen.bytes_held = held + sum(nbytes(v) for v in state if isinstance(v, torch.Tensor) and v.dim())
+        return clip()
+
+    trainer.clip_gradients = counted
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str)
+def test_what_a_rank_holds_falls_with_the_number_of_ranks(sharded, sizes):
+    held = {}
+    for size in sizes:
+        runs = sharded(size, "FULL_SHARD", "optimizer=AdamW", "n_examples=10", prepare=count_bytes)
+        held[size] = [run.bytes_held for run in runs]
+    print(held)
+    whole = 16 * sum(value.numel() for name, value in runs[0].weights.items() if name != "lm_head.weight")
+    assert held[1] == [whole]  # float32: weight, gradient and two moments
+    for size in sizes[1:]:
+        assert max(held[size]) <= 1.1 * whole / size, held
+
+
+# ---- Loading --------------------------------------------------------------------------------------------------------
+
+UNITS = [Unit(0, 0, torch.arange(5, 12).numpy().astype("int32"),
+              [torch.arange(a, b).numpy().astype("int32") for a, b in ((20, 29), (40, 45), (60, 71))], [0, 1, 2],
+              [(0, 1), (0, 2)])]
+
+
+def logps_of(model, plain=False):
+    scoring.use_attention(model, "plain" if plain else "packed_sdpa", False)
+    with torch.no_grad():
+        return model.response_logps(pad(UNITS, 0) if plain else pack(UNITS)).clone()
+
+
+def load_sharded(world, folder, options, frozen=False):
+    """Log-probs of a freshly loaded sharded model, how it was read, and the largest share of a rank."""
+    config = settings_of(folder, *options, f"world_size={world.size}")
+    tokenizer = models.load_tokenizer(config)
+    mesh = sharding.build_mesh(config, world)
+    model = sharding.place(config, tokenizer, torch.float32, world, mesh, config.model.block_name, frozen)
+    return logps_of(model), model.loaded_from, sharding.held_here(model)
+
+
+KINDS = ("llama", "llama_tied", "gpt_neox", "gpt2", "gptj", "gemma", "qwen3")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "shards", "bin", "policy.pt", "hf archive"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_model_scores_as_the_whole_one(folder, pools, tmp_path, kind, form):
+    model = save_model(tmp_path / "model", kind, **({"max_shard_size": "60KB"} if form == "shards" else {}))
+    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", *FSDP, "max_length=128",
+               "max_prompt_length=64"]
+    if form == "shards":
+        assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    if form == "bin":
+        from safetensors.torch import load_file
+
+        torch.save(load_file(tmp_path / "model" / "model.safetensors"), tmp_path / "model" / "pytorch_model.bin")
+        (tmp_path / "model" / "model.safetensors").unlink()
+    if form == "policy.pt":
+        model = save_model(tmp_path / "other", kind, seed=1)
+        torch.save({"step_idx": 1, "state": model.state_dict(), "metrics": {}}, tmp_path / "policy.pt")
+        options.append(f"model.archive={tmp_path}/policy.pt")
+    if form == "hf archive":
+        model = save_model(tmp_path / "other", kind, seed=1)
+        options.append(f"model.archive={tmp_path}/other")
+    if kind == "gpt_neox" and form == "safetensors":
+        from safetensors import safe_open
+
+        with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+            assert "embed_out.weight" in file.keys()
+    expected = logps_of(model)
+    for found, how, (part, whole) in pools(2).run(load_sharded, folder, options):
+        assert torch.allclose(found, expected, atol=1e-4, rtol=1e-6), (found, expected)
+        assert ("each rank read its own part" in how) is (form in ("safetensors", "shards")), how
+        assert part < 0.6 * whole
+
+
+def test_a_frozen_model_and_one_in_host_memory_load_the_same(folder, pools, tmp_path):
+    model = save_model(tmp_path / "model", "llama_tied")
+    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", *FSDP]
+    for more, frozen in (([], True), (["fsdp.cpu_offload=true"], False)):
+        for found, _, _ in pools(2).run(load_sharded, folder, [*options, *more], frozen):
+            assert torch.allclose(found, logps_of(model), atol=1e-4)
+
+
+def refuse_to_load(world, folder, options):
+    """The message of an error that comes before weights are read."""
+    def no(*arguments):
+        raise AssertionError("weights were read")
+
+    before = sharding.load_weights
+    sharding.load_weights = no
+    try:
+        load_sharded(world, folder, options)
+    except ValueError as problem:
+        return str(problem)
+    finally:
+        sharding.load_weights = before
+
+
+def test_a_wrong_block_name_lists_those_there_are(folder, pools, tmp_path):
+    save_model(tmp_path / "model", "gpt_neox")
+    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", *FSDP]
+    for message in pools(2).run(refuse_to_load, folder, [*options, "model.block_name=GPTNeoXBlock"]):
+        assert "model.block_name='GPTNeoXBlock'" in message and "GPTNeoXLayer" in message
+
+
+def test_a_model_without_a_plan_cannot_be_split(folder, pools, tmp_path):
+    save_model(tmp_path / "model", "gpt2")
+    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", "trainer=TensorParallelTrainer",
+               "tp_size=2"]
+    for message in pools(2).run(refuse_to_load, folder, options):
+        assert "no tensor-parallel plan" in message and "FSDPTrainer" in message
+
+
+def test_an_archive_that_does_not_fit_is_refused_on_all_ranks(folder, pools, tmp_path):
+    save_model(tmp_path / "model", "gpt_neox")
+    torch.save({"state": {"nonsense": torch.zeros(2)}}, tmp_path / "policy.pt")
+    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", *FSDP,
+               f"model.archive={tmp_path}/policy.pt"]
+    with pytest.raises(ValueError, match="does not fit the model"):
+        pools(2).run(load_sharded, folder, options)
+
+
+# ---- Saving, samples ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["FULL_SHARD", "TP"])
+def test_a_sharded_runs_weights_open_everywhere(folder, sharded, name):
+    from transformers import AutoModelForCausalLM
+
+    run = sharded(2, name, "debug=false", "do_first_eval=true", model="neox", loss="sft")[0]
+    latest = os.path.join(run.run_dir, "LATEST")
+    content = torch.load(os.path.join(latest, "policy.pt"), weights_only=True)
+    assert all(torch.equal(run.weights[key], value) for key, value in content["state"].items())
+    model = AutoModelForCausalLM.from_pretrained(os.path.join(latest, "hf"))
+    assert all(torch.equal(run.weights[key], value) for key, value in model.state_dict().items())
+    alone = train(folder, *MODELS["neox"], "loss=sft", "n_examples=4", "debug=true", "do_first_eval=true",
+                  f"model.archive={latest}/policy.pt")
+    assert alone.evals[0]["loss/eval"] == pytest.approx(run.evals[-1]["loss/eval"], rel=1e-6)
+    assert alone.evals[0]["loss/eval"] != pytest.approx(run.evals[0]["loss/eval"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name, more", [("FULL_SHARD", []), ("FULL_SHARD", ["reference.mode=online"]), ("TP", [])])
+def test_samples_are_those_of_one_device(folder, sharded, name, more):
+    """Three prompts on two ranks, some of which end early: nothing hangs, and nobody's text depends on the world."""
+    options = ["sample_during_eval=true", "do_first_eval=true", "n_eval_model_samples=3", "sampling.max_new_tokens=12",
+               "n_examples=10", "eval_every=5", *more]
+    alone = train(folder, *LLAMA, "loss=dpo", *(o for o in STRONG if not o.startswith("n_examples")), "debug=true", *options)
+    runs = sharded(2, name, *options)
+    rows = [[(row["examples"], row["prompt"], row["policy"], row["reference"]) for row in
+             map(json.loads, open(os.path.join(run.run_dir, "samples.jsonl")))] for run in (alone, runs[0])]
+    assert len(rows[0]) == 9 and rows[0] == rows[1]
+
+
+# ---- A world that others start --------------------------------------------------------------------------------------
+
+
+def test_two_nodes_under_torchrun_train_together(folder, tmp_path):
+    port = free_port()
+    options = ["model=tiny", "loss=dpo", *FSDP, "device=cpu", f"datasets=[{folder}/data]", "n_examples=10", "batch_size=5",
+               "lr=1e-4", "warmup_steps=2", "wandb.enabled=false", "sample_during_eval=false", "local_dirs=[runs]",
+               "data.num_workers=1", "minimum_log_interval_secs=0", "debug=true"]
+    nodes = [subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}",
+         "--master-addr=127.0.0.1", f"--master-port={port}", str(ROOT / "train.py"), *options],
+        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        for node in range(2)]
+    try:
+        said = [node.communicate(timeout=200)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    lines = [json.loads(line) for path in tmp_path.glob("runs/*/*/metrics.jsonl") for line in open(path)]
+    found = [line["loss/train"] for line in lines if "loss/train" in line]
+    alone = train(folder, *LLAMA, "loss=dpo", *(o for o in STRONG if not o.startswith("n_examples")), "n_examples=10", "debug=true")
+    assert found == pytest.approx(alone.losses, abs=1e-5) and len(found) == 2
