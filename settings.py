@@ -208,6 +208,8 @@ OPTIMIZERS = {
     "Rprop": "etas step_sizes foreach capturable",
     "SGD": "momentum dampening weight_decay nesterov foreach fused",
 }
+# Their steps use operations that DTensor does not have.
+WHOLE_TENSORS_ONLY = ("Adafactor", "Rprop")
 _FLAGS = "amsgrad foreach capturable fused decoupled_weight_decay centered nesterov".split()
 _SEVERAL = {"betas": 2, "etas": 2, "step_sizes": 2}
 
@@ -518,6 +520,10 @@ def _check_placement(flat: dict, device_count: int | None) -> None:
 
 def _check_sharding(flat: dict, world: int | None) -> None:
     """Combinations of a sharded trainer; `world` is None while it is not known."""
+    if flat["optimizer"] in WHOLE_TENSORS_ONLY:
+        usable = [name for name in OPTIMIZERS if name not in WHOLE_TENSORS_ONLY]
+        raise ValueError(f"optimizer={flat['optimizer']} cannot work on sharded parameters (its computation needs whole "
+                         f"tensors); use trainer=BasicTrainer, or one of {', '.join(usable)}")
     trainer, strategy, tp = flat["trainer"], flat["fsdp.sharding_strategy"], flat["tp_size"]
     if trainer == "FSDPTrainer" and tp > 1:
         raise ValueError(f"tp_size={tp} needs trainer=TensorParallelTrainer, which also shards over the devices that "
