@@ -186,6 +186,72 @@ def test_optimizers_that_cannot_work_on_shards_are_refused(folder, optimizer):
     settings_of(folder, *LLAMA, "loss=dpo", f"optimizer={optimizer}")
 
 
+def read_placement(world, folder, options):
+    """What FSDP2 was told for the blocks of a placed model, and this rank's share of its parameters."""
+    config = settings_of(folder, *options, f"world_size={world.size}")
+    tokenizer = models.load_tokenizer(config)
+    mesh = sharding.build_mesh(config, world)
+    found = {}
+    for frozen in (False, True):
+        model = sharding.place(config, tokenizer, torch.float32, world, mesh, None, frozen)
+        states = [block._get_fsdp_state() for block in models.find_blocks(model, None)]
+        group = states[0]._fsdp_param_group
+        part, whole = sharding.held_here(model)
+        found["reference" if frozen else "policy"] = {
+            "reshards": group.post_forward_mesh_info is not None, "offloads": type(group.offload_policy).__name__,
+            "computes": group.mp_policy.param_dtype, "reduces": group.mp_policy.reduce_dtype, "share": part / whole,
+            "ahead": [len(state._states_to_forward_prefetch) for state in states],
+            "checkpoints": [hasattr(block.forward, "func") for block in models.find_blocks(model, None)],
+            "trains": any(p.requires_grad for p in model.parameters())}
+    return found
+
+
+@pytest.mark.parametrize("name, more, policy, reference", [
+    ("FULL_SHARD", [], {"reshards": True, "offloads": "OffloadPolicy", "computes": None, "ahead": [0, 0], "trains": True,
+                        "checkpoints": [False, False]}, {"reshards": True, "trains": False}),
+    ("SHARD_GRAD_OP", [], {"reshards": False}, {"reshards": True}),
+    ("FULL_SHARD", ["fsdp.cpu_offload=true"], {"offloads": "CPUOffloadPolicy"}, {"offloads": "CPUOffloadPolicy"}),
+    ("FULL_SHARD", ["fsdp.reference_cpu_offload=true", "reference.mode=online"], {"offloads": "OffloadPolicy"},
+     {"offloads": "CPUOffloadPolicy"}),
+    ("FULL_SHARD", ["model.fsdp_policy_mp=bfloat16"], {"computes": torch.bfloat16, "reduces": torch.float32},
+     {"computes": torch.bfloat16}),
+    ("FULL_SHARD", ["model.fsdp_policy_mp=bfloat16", "fsdp.reduce_dtype=bfloat16"],
+     {"computes": torch.bfloat16, "reduces": torch.bfloat16}, {}),
+    ("FULL_SHARD", ["fsdp.forward_prefetch=1"], {"ahead": [1, 0]}, {}),
+    ("FULL_SHARD", ["activation_checkpointing=true"], {"checkpoints": [True, True]}, {"checkpoints": [False, False]}),
+    ("FULL_SHARD", ["activation_checkpointing=2"], {"checkpoints": [True, False]}, {"checkpoints": [False, False]})],
+    ids=lambda value: str(value) if isinstance(value, (str, list)) else "")
+def test_options_reach_the_placement(folder, pools, name, more, policy, reference):
+    for found in pools(2).run(read_placement, folder, [*LLAMA, "loss=dpo", *placement(name, 2), *more]):
+        assert {key: found["policy"][key] for key in policy} == policy
+        assert {key: found["reference"][key] for key in reference} == reference
+
+
+@pytest.mark.parametrize("size, name, share", [
+    (2, "FULL_SHARD", 1 / 2), (2, "SHARD_GRAD_OP", 1 / 2), (2, "NO_SHARD", 1), (2, "HYBRID_SHARD", 1),
+    pytest.param(4, "FULL_SHARD", 1 / 4, marks=pytest.mark.slow),
+    pytest.param(4, "HYBRID_SHARD", 1 / 2, marks=pytest.mark.slow)])
+def test_each_rank_holds_its_share(folder, pools, size, name, share):
+    for found in pools(size).run(read_placement, folder, [*LLAMA, "loss=dpo", *placement(name, size)]):
+        assert found["policy"]["share"] == pytest.approx(share, rel=0.1)
+
+
+def test_a_tensor_parallel_rank_holds_its_part_of_the_matrices(folder, pools):
+    shares = [held[0] / held[1] for _, _, held in pools(2).run(
+        load_sharded, folder, [*LLAMA, "loss=dpo", *placement("TP", 2), "max_length=128", "max_prompt_length=64"])]
+    # All but embeddings and norms is split: of this model, the blocks' 81,920 numbers of 98,816.
+    assert shares == [pytest.approx(1 - 0.5 * 81_920 / 98_816, abs=1e-3)] * 2
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma", "phi"])
+def test_tensor_parallel_architectures_train_as_on_one_device(folder, pools, tmp_path, kind):
+    """Among them norms over a head's width, whose gradients each rank has a part of (qwen3), and biases (phi, qwen2)."""
+    save_model(tmp_path / "model", kind)
+    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", *STRONG, "debug=true"]
+    alone = train(folder, *options)
+    assert_same_training(alone, train_together(pools(2), folder, *options, *placement("TP", 2))[0])
+
+
 # ---- Gradients and memory -------------------------------------------------------------------------------------------
 
 

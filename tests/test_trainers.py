@@ -63,6 +63,31 @@ def test_keeping_the_pairs_of_a_prompt_together_does_not_change_a_step(folder):
         assert_same_training(runs[0], other)
 
 
+@pytest.mark.parametrize("setting, times", [("false", [1, 1]), ("true", [2, 2]), ("2", [2, 1])])
+def test_activations_are_recomputed_where_asked_for(folder, setting, times):
+    """Forward passes of each block in a step of one micro-batch."""
+    counts = [0, 0]
+
+    def count(trainer):
+        step = trainer.train_step
+
+        def counted(s):
+            hooks = []
+            for index, block in enumerate(models.find_blocks(trainer.policy, None)):
+                def add(*_, index=index):
+                    counts[index] += 1
+                hooks.append(block.input_layernorm.register_forward_pre_hook(add))
+            try:
+                return step(s)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        trainer.train_step = counted
+
+    train(folder, *LLAMA, "loss=dpo", "n_examples=4", "debug=true", f"activation_checkpointing={setting}", prepare=count)
+    assert counts == times
+
+
 def test_the_same_run_twice_is_the_same_bits(folder, baseline):
     again = train(folder, *LLAMA, "loss=dpo", *STRONG, "debug=true")
     assert again.losses == baseline("dpo").losses
