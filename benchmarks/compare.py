@@ -1,0 +1,252 @@
+"""Run all measurements one after another, check that the methods compute the same thing, and write a page about it."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FOLDER = os.path.join(ROOT, "docs", "benchmarks")
+GROWTH_MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4,
+                "num_key_value_heads": 4}
+
+
+def measure(job: dict) -> dict:
+    """Run a job in a process of its own. A method that fails is reported, not hidden."""
+    run = subprocess.run([sys.executable, "-m", "benchmarks.measure", json.dumps(job)], cwd=ROOT, text=True,
+                         capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"})
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        return {"failed": (run.stderr or run.stdout).strip().splitlines()[-1][:300]}
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def hardware() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+class Table:
+    """Rows of one comparison, printed as they come."""
+
+    def __init__(self, title: str, examples: int, rate: float, work: dict | None = None):
+        self.title, self.examples, self.rate, self.work, self.rows = title, examples, rate, work, []
+        print(f"\n{title}\n{'':46} pairs/s  tokens/s  peak GB   useful/GEMM  first losses", flush=True)
+
+    def add(self, name: str, result: dict) -> dict:
+        if "failed" in result:
+            print(f"{name:46} failed: {result['failed']}", flush=True)
+            self.rows.append({"name": name, **result})
+            return result
+        self.work = self.work or result
+        row = {"name": name, "pairs_per_second": self.examples / result["seconds"],
+               "tokens_per_second": self.work["tokens"] / result["seconds"],
+               "peak_gb": result.get("peak_device_bytes", result["peak_bytes"]) / 1e9,
+               "useful": self.work["useful_flops"] / result["seconds"] / self.rate, "losses": result["losses"][:4]}
+        self.rows.append(row)
+        print(f"{name:46} {row['pairs_per_second']:7.3f} {row['tokens_per_second']:9.1f} {row['peak_gb']:8.2f} "
+              f"{row['useful']:12.1%}   {' '.join(f'{loss:.4f}' for loss in row['losses'])}", flush=True)
+        return result
+
+    def check_losses(self, tolerance: float) -> None:
+        """The methods must have computed the same losses, or their speeds are not comparable."""
+        good = [row for row in self.rows if "losses" in row]
+        for row in good[1:]:
+            for step, (theirs, ours) in enumerate(zip(row["losses"], good[0]["losses"])):
+                if abs(theirs - ours) > tolerance * max(1.0, abs(ours)):
+                    print(f"  ! {row['name']}: the loss of step {step} is {theirs:.6f}, not {ours:.6f}")
+
+    def markdown(self) -> str:
+        base = next((row for row in self.rows if "losses" in row), None)
+        lines = [f"### {self.title}", "", "| method | pairs/s | times the first | useful tokens/s | peak GB | useful FLOPs of the "
+                 "GEMM rate | losses of the first steps |", "|---|---|---|---|---|---|---|"]
+        for row in self.rows:
+            if "failed" in row:
+                lines.append(f"| {row['name']} | failed: {row['failed']} | | | | | |")
+                continue
+            lines.append(
+                f"| {row['name']} | {row['pairs_per_second']:.3f} | {row['pairs_per_second'] / base['pairs_per_second']:.2f} "
+                f"| {row['tokens_per_second']:.0f} | {row['peak_gb']:.2f} | {row['useful']:.0%} "
+                f"| {', '.join(f'{loss:.4f}' for loss in row['losses'])} |")
+        return "\n".join(lines) + "\n"
+
+
+def preferences(arguments, data: str, rate: float) -> Table:
+    base = {"model": arguments.model, "data": data, "loss": "dpo", "max_length": arguments.max_length,
+            "batch_size": arguments.batch_size, "examples": arguments.pairs}
+    table = Table(f"DPO, {arguments.pairs} pairs, batch {arguments.batch_size}, max_length {arguments.max_length}", arguments.pairs,
+                  rate)
+    table.add("ours", measure(base | {"what": "ours"}))
+    for name, overrides in (("ours, prefix_sharing=false", ["prefix_sharing=false"]),
+                            ("ours, padded rows (model.attention=plain)", ["model.attention=plain"]),
+                            ("ours, reference.mode=online", ["reference.mode=online"]),
+                            ("ours, tokens_per_microbatch=512", ["tokens_per_microbatch=512"]),
+                            ("ours, tokens_per_microbatch=8192", ["tokens_per_microbatch=8192"]),
+                            ("ours, activation_checkpointing=true", ["activation_checkpointing=true"])):
+        if not arguments.quick:
+            table.add(name, measure(base | {"what": "ours", "overrides": overrides}))
+    rows = measure(base | {"what": "order"})["rows"]
+    for precompute in (True, False):
+        for at_once in (arguments.batch_size, max(1, arguments.batch_size // 4)):
+            if arguments.quick and at_once != arguments.batch_size:
+                continue
+            job = base | {"what": "trl", "rows": rows, "precompute": precompute, "rows_at_once": at_once}
+            table.add(f"TRL DPOTrainer, {'precomputed' if precompute else 'live'} reference, {at_once} pairs at once", measure(job))
+    table.add("textbook: two rows a pair, full logits, live reference", measure(base | {"what": "textbook"}))
+    table.check_losses(2e-3)
+    return table
+
+
+def supervised(arguments, data: str, rate: float) -> Table:
+    base = {"model": arguments.model, "data": data, "loss": "sft", "max_length": arguments.max_length,
+            "batch_size": arguments.batch_size, "examples": arguments.pairs}
+    table = Table(f"SFT, {arguments.pairs} responses, batch {arguments.batch_size}, max_length {arguments.max_length} "
+                  "(TRL's loss is a mean over tokens, ours a sum over each response: losses differ by that factor)",
+                  arguments.pairs, rate)
+    table.add("ours", measure(base | {"what": "ours"}))
+    rows = measure(base | {"what": "order"})["rows"]
+    table.add("TRL SFTTrainer", measure(base | {"what": "trl", "rows": rows, "rows_at_once": arguments.batch_size}))
+    table.add("textbook: padded rows, full logits", measure(base | {"what": "textbook"}))
+    return table
+
+
+def many_responses(arguments, data: str, rate: float, folder: str) -> Table:
+    """A prompt of four responses and all six pairs, as UltraFeedback has: 120 + 4 x 100 tokens."""
+    words = " ".join(json.loads(line)["chosen"] for line in open(data)).split()
+    draw = random.Random(0)
+    prompts = max(2, arguments.pairs // 12)
+    path = os.path.join(folder, "responses.jsonl")
+    with open(path, "w") as file:
+        for _ in range(prompts + 2):
+            some = lambda n: " ".join(draw.choice(words) for _ in range(n))  # noqa: E731
+            responses = [" " + some(75) for _ in range(4)]
+            pairs = [[i, j] for i in range(4) for j in range(i + 1, 4)]
+            file.write(json.dumps({"prompt": "\n\nHuman: " + some(85) + "\n\nAssistant:", "responses": responses, "pairs": pairs,
+                                   "sft_target": responses[0]}) + "\n")
+    examples = 6 * prompts
+    base = {"model": arguments.model, "data": path, "loss": "dpo", "max_length": 512, "batch_size": 12, "examples": examples,
+            "overrides": ["shuffle=prompts"]}
+    table = Table(f"4 responses and 6 pairs a prompt, {examples} pairs, batch 12", examples, rate)
+    table.add("ours, shuffle=prompts", measure(base | {"what": "ours"}))
+    table.add("ours, prompt shared over each pair only", measure(base | {"what": "ours", "pairwise": True}))
+    table.add("ours, no sharing", measure(base | {"what": "ours", "pairwise": True,
+                                                  "overrides": base["overrides"] + ["prefix_sharing=false"]}))
+    table.check_losses(2e-3)
+    return table
+
+
+def growth(arguments, folder: str) -> dict:
+    """Time and peak memory against sequence length, vocabulary, batch size and data-set size, on a small random model."""
+    def write(name: str, rows: int, length: int) -> str:
+        path = os.path.join(folder, f"{name}.jsonl")
+        draw = random.Random(0)
+        with open(path, "w") as file:
+            for number in range(rows):
+                letters = lambda n: "".join(draw.choice("abcdefgh ") for _ in range(n))  # noqa: E731
+                file.write(json.dumps({"prompt": f"{number:06d}" + letters(length // 3 - 6), "chosen": letters(length // 3),
+                                       "rejected": letters(length // 3 - 2)}) + "\n")
+        return path
+
+    base = {"loss": "dpo", "examples": 32, "batch_size": 8, "max_length": 2048, "what": "ours"}
+    series = {"tokens a pair": [], "vocabulary": [], "batch size": [], "pairs in the data set": []}
+    small = write("small", 64, 384)
+    for length in (96, 192, 384, 768, 1536):
+        job = base | {"data": write(f"length-{length}", 64, length), "random_config": GROWTH_MODEL}
+        series["tokens a pair"].append((length, measure(job)))
+    for vocabulary in (1024, 8192, 32768, 131072):
+        series["vocabulary"].append((vocabulary, measure(base | {
+            "data": small, "random_config": GROWTH_MODEL | {"vocab_size": vocabulary}})))
+    for batch in (4, 8, 16, 32):
+        series["batch size"].append((batch, measure(base | {"data": small, "batch_size": batch, "random_config": GROWTH_MODEL})))
+    for rows in (1000, 4000, 16000, 64000):
+        job = base | {"data": write(f"rows-{rows}", rows, 96), "random_config": GROWTH_MODEL}
+        series["pairs in the data set"].append((rows, measure(job)))
+    return series
+
+
+def plot(series: dict, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(series), figsize=(4 * len(series), 6), squeeze=False)
+    for column, (name, points) in enumerate(series.items()):
+        points = [(x, result) for x, result in points if "failed" not in result]
+        values = [("seconds for 32 pairs", [result["seconds"] for _, result in points]),
+                  ("peak memory, GB", [result.get("peak_device_bytes", result["peak_bytes"]) / 1e9 for _, result in points])]
+        for axis, (label, ys) in zip(axes[:, column], values):
+            axis.plot([x for x, _ in points], ys, marker="o")
+            axis.set_xlabel(name)
+            axis.set_ylabel(label)
+            axis.set_xscale("log", base=2)
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/benchmark", description=__doc__)
+    parser.add_argument("--data", default="examples/quickstart", help="HH dialogues: a file or folder")
+    parser.add_argument("--model", default=".cache/models/SmolLM2-135M-Instruct", help="a Hugging Face folder")
+    parser.add_argument("--pairs", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--quick", action="store_true", help="ours, TRL's best setting and the textbook loop only")
+    parser.add_argument("--name", default=None, help="name of the page under docs/benchmarks")
+    arguments = parser.parse_args()
+    arguments.model = os.path.abspath(arguments.model)
+    arguments.data = os.path.abspath(arguments.data)
+
+    commit = git("rev-parse", "--short", "HEAD") + (" with uncommitted changes" if git("status", "--porcelain", "-uno") else "")
+    date = datetime.date.today().isoformat()
+    speed = measure({"what": "gemm"})
+    rate = speed["flops_per_second"]
+    head = f"{hardware()}; commit {commit}; {date}; GEMM rate {rate / 1e9:.0f} GFLOP/s (fp32)"
+    print(head)
+    with tempfile.TemporaryDirectory() as folder:
+        data = os.path.join(folder, "pairs.jsonl")
+        prepared = measure({"what": "prepare", "data": arguments.data, "model": arguments.model, "examples": arguments.pairs,
+                            "max_length": arguments.max_length, "batch_size": arguments.batch_size, "write_to": data})
+        if "failed" in prepared:
+            sys.exit(prepared["failed"])
+        tables = [preferences(arguments, data, rate)]
+        series = None
+        if not arguments.quick:
+            tables += [supervised(arguments, data, rate), many_responses(arguments, data, rate, folder)]
+            series = growth(arguments, folder)
+    name = arguments.name or f"{date}-{'gpu' if 'threads' not in hardware() else 'cpu'}"
+    os.makedirs(FOLDER, exist_ok=True)
+    with open(os.path.join(FOLDER, name + ".md"), "w") as file:
+        file.write(f"# Benchmark of {date}\n\n{head}.\n\nWritten by `scripts/benchmark`. \"Useful\" counts each prompt and each "
+                   "response once, and the reference's forward pass. Peak memory is of the whole process.\n\n")
+        file.write("\n".join(table.markdown() for table in tables))
+        if series:
+            plot(series, os.path.join(FOLDER, name + ".svg"))
+            file.write(f"\n### Growth\n\nA random Llama (4 layers, width 256), 32 pairs.\n\n![growth]({name}.svg)\n")
+    with open(os.path.join(FOLDER, name + ".json"), "w") as file:
+        json.dump({"head": head, "tables": [table.rows for table in tables], "growth": series}, file, indent=1)
+    print(f"\nwritten: docs/benchmarks/{name}.md")
+
+
+if __name__ == "__main__":
+    main()
