@@ -82,7 +82,6 @@ def serve() -> None:
     import torch.multiprocessing
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import memory_plan  # noqa: F401
     import sharding  # noqa: F401
     import train
     import trainers  # noqa: F401
