@@ -501,7 +501,7 @@ class BasicTrainer:
             self.loss_scale, self.good_steps = self.loss_scale / 2, 0
             if self.loss_scale < 1.0:
                 raise FloatingPointError("float16 gradients overflow at every loss scale: use model.fsdp_policy_mp=bfloat16.")
-            return None
+            return self.train_step(step)  # again, so that its examples are not lost
         if not (math.isfinite(norm) and torch.isfinite(total).all()):
             self.optimizer.zero_grad(set_to_none=True)
             self._non_finite(step, seen, norm)

@@ -85,7 +85,8 @@ class Run:
     notices: list[str] = field(default_factory=list)
     result: float | None = None
     run_dir: str = ""
-    bytes_held: int = 0  # parameters, gradients and optimizer state on this rank after the last backward pass
+    bytes_held: int = 0  # by this rank: parameters, gradients and optimizer state
+    examples: list = field(default_factory=list)
 
 
 _numbers = itertools.count()
@@ -141,6 +142,36 @@ def train(folder: Path, *overrides: str, world: World = World(), prepare=None, r
     seen.weights = {name: value.detach() for name, value in state.items()}
     seen.notices = list(trainer.reporter.notices)
     return seen
+
+
+def spoil(*which, value=float("nan")):
+    """Makes the losses of the which-th pairs that are trained on not finite, by a loss of its own."""
+    import losses
+
+    seen = {"pairs": 0}
+
+    def prepare(trainer):
+        function = losses.LOSSES["dpo"]
+        training = trainer.losses_and_metrics
+
+        def spoiled(pairs, **settings):
+            each, *rewards = function(pairs, **settings)
+            factor = torch.ones_like(each)
+            for place in range(len(each)):
+                if seen["pairs"] in which:
+                    factor[place] = value
+                seen["pairs"] += 1
+            return each * factor, *rewards
+
+        def only_in_training(split, batch):
+            losses.LOSSES["dpo"] = spoiled if split == "train" else function
+            try:
+                return training(split, batch)
+            finally:
+                losses.LOSSES["dpo"] = function
+
+        trainer.losses_and_metrics = only_in_training
+    return prepare
 
 
 def distance(one: dict, other: dict) -> float:

@@ -23,8 +23,10 @@ from runs import (
     Pool,
     assert_same_training,
     distance,
+    new_run_dir,
     save_model,
     settings_of,
+    spoil,
     train,
     train_together,
     write_data,
@@ -84,6 +86,9 @@ def sharded(folder, pools):
     def run(size, name, *more, model="llama", loss="dpo", prepare=None, timeout=120):
         given = {option.split("=")[0] for option in more}
         options = [o for o in (*STRONG, "debug=true") if o.split("=")[0] not in given]
+        if loss != "sft" and "reference.mode=online" not in more and "reference.cache_dir" not in given:
+            # A cold cache, or these ranks would read what BasicTrainer computed.
+            options.append(f"reference.cache_dir={new_run_dir(folder)}")
         return train_together(pools(size), folder, *MODELS[model], f"loss={loss}", *options, *placement(name, size), *more,
                               prepare=prepare, timeout=timeout)
     return run
@@ -250,6 +255,95 @@ def test_tensor_parallel_architectures_train_as_on_one_device(folder, pools, tmp
     options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", *STRONG, "debug=true"]
     alone = train(folder, *options)
     assert_same_training(alone, train_together(pools(2), folder, *options, *placement("TP", 2))[0])
+
+
+def note_examples(trainer):
+    """Keeps the pairs that this rank trains on, by step."""
+    step = trainer.train_step
+
+    def noted(s):
+        trainer.seen.examples.append([(unit.group, unit.response_ids[a], unit.response_ids[b]) for batch in s.micro_batches
+                                      if batch is not None for unit in batch.units for a, b in unit.pairs])
+        return step(s)
+
+    trainer.train_step = noted
+
+
+def test_every_example_is_trained_on_once_by_one_rank(sharded):
+    ranks = [run.examples for run in sharded(2, "FULL_SHARD", "n_examples=26", "n_epochs=1", prepare=note_examples)]
+    assert len(ranks[0]) == len(ranks[1]) == 6
+    seen = [pair for rank in ranks for step in rank for pair in step]
+    assert len(seen) == len(set(seen)) == 26
+    assert [len(a) + len(b) for a, b in zip(*ranks)] == [5, 5, 5, 5, 5, 1]
+    tensor_parallel = [run.examples for run in sharded(2, "TP", "n_examples=26", "n_epochs=1", prepare=note_examples)]
+    assert tensor_parallel[0] == tensor_parallel[1] and sum(map(len, tensor_parallel[0])) == 26
+
+
+def test_the_policy_starts_as_the_reference_on_shards(sharded, tmp_path):
+    for name, more in (("FULL_SHARD", ["reference.mode=online"]), ("FULL_SHARD", [f"reference.cache_dir={tmp_path}/cache"]),
+                       ("FULL_SHARD", [f"reference.cache_dir={tmp_path}/cache"]), ("TP", [])):  # the third: a warm cache
+        run = sharded(2, name, "do_first_eval=true", "n_examples=10", *more, model="neox")[0]
+        assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6) and run.evals[0]["rewards_eval/margins"] == 0
+        assert run.steps[0]["rewards_train/margins"] == 0 and run.evals[0]["rewards_eval/accuracies"] == 0.5
+
+
+def spoil_rank_1(trainer):
+    if trainer.world.rank == 1:
+        spoil(3)(trainer)
+
+
+def train_into_trouble(world, folder, options, run_dir):
+    """(error, updates done, weights unchanged) of a run on this rank in which a step is not finite."""
+    held = {}
+
+    def prepare(trainer):
+        spoil_rank_1(trainer)
+        step = trainer.train_step
+
+        def watched(s):
+            held["trainer"] = trainer
+            held["before"] = [p.to_local().clone() for p in trainer.policy.parameters()]
+            return step(s)
+        trainer.train_step = watched
+
+    try:
+        train(folder, *options, world=world, prepare=prepare, run_dir=run_dir)
+    except FloatingPointError as problem:
+        trainer = held["trainer"]
+        return str(problem), trainer.updates, all(
+            torch.equal(a, p.to_local()) for a, p in zip(held["before"], trainer.policy.parameters()))
+
+
+def test_a_step_that_is_not_finite_on_one_rank_stops_all(folder, pools):
+    run_dir = new_run_dir(folder)
+    options = [*LLAMA, "loss=dpo", *STRONG, "debug=true", *FSDP]
+    said = pools(2).run(train_into_trouble, folder, options, run_dir)
+    assert said[0] == said[1] and said[0][1:] == (1, True), said
+    rows = [json.loads(line) for line in open(os.path.join(run_dir, "nonfinite.jsonl"))]
+    assert len(rows) == 1 and f"row {rows[0]['row']}." in said[0][0]
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(sharded):
+    runs = sharded(2, "FULL_SHARD", "guards.on_nonfinite=skip", "guards.max_nonfinite_steps=1", "n_examples=20",
+                   prepare=spoil_rank_1)
+    assert len(runs[0].losses) == 3 and runs[0].losses == runs[1].losses
+    assert all(torch.isfinite(value).all() for value in runs[0].weights.values())
+
+
+def no_memory_on_rank_1(trainer):
+    forward = trainer.losses_and_metrics
+
+    def limited(split, batch):
+        if split == "train" and trainer.world.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(split, batch)
+
+    trainer.losses_and_metrics = limited
+
+
+def test_a_rank_out_of_memory_says_which_settings_help(sharded):
+    with pytest.raises(ValueError, match="Out of memory on rank 1 .*Set tokens_per_microbatch=512 .it was 1024"):
+        sharded(2, "FULL_SHARD", "tokens_per_microbatch=1024", prepare=no_memory_on_rank_1)
 
 
 # ---- Gradients and memory -------------------------------------------------------------------------------------------
@@ -475,3 +569,28 @@ def test_two_nodes_under_torchrun_train_together(folder, tmp_path):
     found = [line["loss/train"] for line in lines if "loss/train" in line]
     alone = train(folder, *LLAMA, "loss=dpo", *(o for o in STRONG if not o.startswith("n_examples")), "n_examples=10", "debug=true")
     assert found == pytest.approx(alone.losses, abs=1e-5) and len(found) == 2
+
+
+def test_the_command_line_starts_a_process_a_device(folder, tmp_path, command):
+    options = ["model=tiny", "loss=dpo", *FSDP, "device=cpu", "world_size=2", f"datasets=[{folder}/data]", "n_examples=10",
+               "batch_size=5", "lr=1e-4", "warmup_steps=2", "wandb.enabled=false", "sampling.max_new_tokens=2",
+               "local_dirs=[runs]", "minimum_log_interval_secs=0"]
+    done = command(*options, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run_dir, = tmp_path.glob("runs/*/tiny_dpo_*")
+    lines = [json.loads(line) for line in open(run_dir / "metrics.jsonl")]
+    found = [line["loss/train"] for line in lines if "loss/train" in line]
+    alone = train(folder, *LLAMA, "loss=dpo", *(o for o in STRONG if not o.startswith("n_examples")), "n_examples=10", "debug=true")
+    assert found == pytest.approx(alone.losses, abs=1e-5)
+    weights = torch.load(run_dir / "LATEST" / "policy.pt", weights_only=True)["state"]
+    assert distance(weights, alone.weights) < 1e-4
+    assert "rank 1 holds" in done.stdout and "of 0.1 M parameters" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_sweep_over_sharded_runs(folder, tmp_path, command):
+    options = ["-m", "model=tiny", "loss=dpo", "loss.beta=0.05,0.5", *FSDP, "device=cpu", "world_size=2", "n_examples=10",
+               f"datasets=[{folder}/data]", "lr=1e-4", "wandb.enabled=false", "sample_during_eval=false", "local_dirs=[runs]"]
+    done = command(*options, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(list(tmp_path.glob("runs/*/tiny_dpo_*/metrics.jsonl"))) == 2

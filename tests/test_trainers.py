@@ -11,7 +11,7 @@ import torch
 
 import losses
 import models
-from runs import LLAMA, MODELS, NEOX, STRONG, assert_same_training, distance, save_model, settings_of, train, write_data
+from runs import LLAMA, MODELS, NEOX, STRONG, assert_same_training, distance, save_model, settings_of, spoil, train, write_data
 from tokenization import load_tokenized
 
 LN2 = math.log(2)
@@ -346,34 +346,6 @@ def test_the_learning_rate_warms_up_and_decays(folder, schedule, expected):
 # ---- Law 6: nothing is hidden ---------------------------------------------------------------------------------------
 
 
-def spoil(*which, value=float("nan")):
-    """Makes the losses of the which-th pairs that are trained on not finite, by a loss of its own."""
-    seen = {"pairs": 0}
-
-    def prepare(trainer):
-        function = losses.LOSSES["dpo"]
-        training = trainer.losses_and_metrics
-
-        def spoiled(pairs, **settings):
-            each, *rewards = function(pairs, **settings)
-            factor = torch.ones_like(each)
-            for place in range(len(each)):
-                if seen["pairs"] in which:
-                    factor[place] = value
-                seen["pairs"] += 1
-            return each * factor, *rewards
-
-        def only_in_training(split, batch):
-            losses.LOSSES["dpo"] = spoiled if split == "train" else function
-            try:
-                return training(split, batch)
-            finally:
-                losses.LOSSES["dpo"] = function
-
-        trainer.losses_and_metrics = only_in_training
-    return prepare
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_optimizer_steps(folder, value):
     held = {}
@@ -451,6 +423,29 @@ def test_a_reference_that_is_not_finite_is_refused(folder):
 
     with pytest.raises(FloatingPointError, match="The reference gives response"):
         train(folder, *LLAMA, "loss=dpo", "n_examples=8", "debug=true", prepare=prepare)
+
+
+def test_a_loss_scale_that_overflows_is_lowered_and_no_example_is_lost(folder, baseline):
+    """What float16 does on a GPU, with float32 numbers: gradients of a scaled loss, which overflow above 2^14."""
+    scales = []
+
+    def prepare(trainer):
+        trainer.loss_scale = 2.0 ** 16
+        gradients = trainer._gradients
+
+        def overflowing(step):
+            result = gradients(step)
+            scales.append(trainer.loss_scale)
+            if trainer.loss_scale > 2 ** 14:
+                next(trainer.policy.parameters()).grad[0, 0] = float("inf")
+            return result
+
+        trainer._gradients = overflowing
+
+    run = train(folder, *LLAMA, "loss=dpo", *STRONG, "debug=true", prepare=prepare)
+    assert scales == [2.0 ** 16, 2.0 ** 15] + [2.0 ** 14] * 11
+    del run.losses[:2], run.norms[:2]  # the first step returned from its two repetitions as well
+    assert_same_training(baseline("dpo"), run)
 
 
 # ---- Out of memory --------------------------------------------------------------------------------------------------
