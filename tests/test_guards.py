@@ -1,0 +1,203 @@
+"""What watches over a run: signals, values that are not finite, weights that do not move, ranks that do not come."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+
+from fault_runs import FSDP, Forge, lines
+from guards import PREEMPTED, EarlyStop, Heartbeat, MovementWatch, SignalWatch
+
+SHORT = ("sample_during_eval=false", "do_first_eval=false", "n_epochs=1", "checkpoint.formats=[policy]")
+
+
+@pytest.fixture(scope="module")
+def forge(tmp_path_factory):
+    with Forge(tmp_path_factory.mktemp("guards")) as forge:
+        yield forge
+
+
+# ---- Signals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_is_remembered_once_there_is_something_to_save(monkeypatch):
+    class Ended(Exception):
+        pass
+
+    def end(code):
+        raise Ended(code)
+
+    told = []
+    monkeypatch.setattr(os, "_exit", end)
+    before = signal.getsignal(signal.SIGUSR1)
+    with SignalWatch(on_first=lambda: told.append(1)) as watch:
+        watch.deferred = True
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert watch.received == signal.SIGUSR1 and watch.exit_code == PREEMPTED == 75 and told == [1]
+        os.kill(os.getpid(), signal.SIGUSR1)  # the same again at once is the same wish
+        with pytest.raises(Ended, match=str(128 + signal.SIGTERM)):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        assert told == [1]
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize("number, error", [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_while_there_is_nothing_to_save_ends_the_run(number, error):
+    with SignalWatch() as watch, pytest.raises(error):
+        os.kill(os.getpid(), number)
+        time.sleep(1)
+    assert watch.exit_code == (130 if number == signal.SIGINT else 75)
+
+
+# ---- Early stop and movement ----------------------------------------------------------------------------------------
+
+
+def test_early_stop():
+    stop = EarlyStop("loss/eval", patience=2, min_delta=0.1, mode=None)
+    assert stop.watched == ("loss/eval", "min")
+    seen = [stop.update({"loss/eval": value}) for value in (math.nan, 1.0, 0.95)]
+    assert seen == [False, False, False], "a NaN is no best, and 0.95 is not better by 0.1"
+    other = EarlyStop("loss/eval", patience=2, min_delta=0.1, mode=None)
+    other.load_state(stop.state())
+    assert other.update({"loss/eval": 0.94}) and other.over and not other.is_best()
+    third = EarlyStop("rewards_eval/margins", patience=2, min_delta=0.0, mode=None)
+    third.load_state(other.state())
+    assert not third.over, "what was watched before says nothing about another metric"
+    assert not third.update({"rewards_eval/margins": -1.0}) and third.is_best() and third.watched[1] == "max"
+    with pytest.raises(ValueError, match="is no metric of the evaluation"):
+        third.update({"loss/eval": 1.0})
+    assert not EarlyStop(None, 1, 0.0, None).update({"loss/eval": 1.0})
+
+
+def test_movement_is_measured_in_low_precision_only():
+    model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    watch = MovementWatch(model, after=2)
+    assert watch.update() is None
+    with torch.no_grad():
+        model.weight[:32] += 1
+    assert watch.update() == (32 * 64, 64 * 64 + 64) and watch.update() is None
+    assert MovementWatch(torch.nn.Linear(4, 4), after=1).update() is None
+
+
+def test_weights_that_do_not_move_are_told_with_their_share(forge):
+    run = forge.run(*SHORT, "model.policy_dtype=bfloat16", "optimizer=SGD", "lr=1e-6", "n_epochs=4", "schedule=constant",
+                    f"local_run_dir={forge.folder}/still")
+    assert re.search(r"Only 0\.\d% of the bfloat16 weights changed in the first 20 updates", run.text), run.text
+
+
+# ---- Values that are not finite -------------------------------------------------------------------------------------
+
+# From update 2 on, on one rank alone: its losses, or only their gradients, are not finite.
+BROKEN = """
+import torch, trainers
+compute = trainers.BasicTrainer.losses_and_metrics
+left = [{times}]
+def broken(self, split, batch):
+    each, metrics = compute(self, split, batch)
+    if split == "train" and self.step_number >= 2 and self.world.rank == {rank} and batch is not self.idle_batch and left[0]:
+        left[0] -= 1
+        if {loss}:
+            bad = torch.zeros(len(each)); bad[0] = float("nan")
+            each, metrics = each + bad, metrics.clone()
+            metrics[0, 0] = float("nan")
+        else:
+            each.register_hook(lambda gradient: gradient * float("inf"))
+    return each, metrics
+trainers.BasicTrainer.losses_and_metrics = broken
+step = torch.optim.AdamW.step
+def counted(self, *arguments, **options):
+    print("stepped", flush=True)
+    return step(self, *arguments, **options)
+torch.optim.AdamW.step = counted
+"""
+
+
+@pytest.mark.parametrize("settings, rank, loss", [((), 0, True), (FSDP, 1, True), (FSDP, 1, False)],
+                         ids=["one process", "rank 1", "gradient of rank 1"])
+def test_no_rank_steps_on_what_is_not_finite(forge, settings, rank, loss, tmp_path):
+    run = forge.start(*SHORT, *settings, f"local_run_dir={tmp_path}/run",
+                      prepare=BROKEN.format(times=99, rank=rank, loss=loss))
+    assert run.wait() == 1
+    what = "loss" if loss else "gradient (norm "
+    assert f"FloatingPointError: The {what}" in run.text and "of update 3 is not finite" in run.text
+    assert "The optimizer did not step" in run.text and "guards.on_nonfinite=skip" in run.text
+    ranks = 2 if settings else 1
+    assert run.text.count("stepped") == 2 * ranks
+    rows = [json.loads(line) for line in (tmp_path / "run" / "nonfinite.jsonl").read_text().splitlines()]
+    assert len(rows) == (1 if loss else 4) and rows[0]["updates"] == 2
+    assert all(row["prompt"].startswith("Of ") and row["chosen"] and row["dataset"] and row["row"] >= 0 for row in rows)
+    assert [row["updates"] for row in lines(tmp_path / "run")] == [1, 2]
+    assert not forge.orphans()
+
+
+@pytest.mark.parametrize("settings, rank", [((), 0), (FSDP, 1)], ids=["one process", "rank 1"])
+def test_steps_are_skipped_up_to_the_limit(forge, settings, rank, tmp_path):
+    skip = ("guards.on_nonfinite=skip", "guards.max_nonfinite_steps=1")
+    run = forge.run(*SHORT, *settings, *skip, f"local_run_dir={tmp_path}/run",
+                    prepare=BROKEN.format(times=1, rank=rank, loss=True))
+    assert "Skipped (1 of at most 1)" in run.text
+    assert lines(tmp_path / "run")[-1]["updates"] == 5, "of six steps"
+    run = forge.start(*SHORT, *settings, *skip, f"local_run_dir={tmp_path}/again",
+                      prepare=BROKEN.format(times=2, rank=rank, loss=True))
+    assert run.wait() == 1 and "FloatingPointError" in run.text
+
+
+# ---- Ranks that do not come -----------------------------------------------------------------------------------------
+
+
+def test_a_heartbeat_tells_who_is_missing(tmp_path):
+    folder = str(tmp_path / "beats")
+    first, second = (Heartbeat(folder, rank, 3, patience=60) for rank in (0, 1))
+    for beat in (first, second):
+        beat.at("in pass 1 of 1 of a step", 7)
+    first.at("summing gradients", 7)
+    time.sleep(1.3)  # each writes once a second
+    assert "rank 0" not in first.missing()
+    assert "rank 1: in pass 1 of 1 of a step, update 7, last heard of 1 s ago" in first.missing()
+    assert "rank 2: no sign of life" in first.missing()
+    first.close()
+    second.close()
+    assert not os.path.exists(folder)
+
+
+def test_files_of_a_larger_world_that_was_killed_do_not_stay(tmp_path):
+    for name in ("rank-0", "rank-0.tmp", "rank-1", "rank-3"):
+        (tmp_path / name).write_text("{}")
+    Heartbeat(str(tmp_path), 0, 2, patience=60).close()
+    assert os.listdir(tmp_path) == ["rank-1"]
+
+
+SLEEPER = """
+import time, trainers
+make = trainers.BasicTrainer._gradients
+def sleepy(self, *arguments):
+    if self.step_number == 2 and self.world.rank == 1:
+        time.sleep(600)
+    return make(self, *arguments)
+trainers.BasicTrainer._gradients = sleepy
+"""
+
+
+def test_a_stalled_collective_names_the_rank_that_is_missing(forge, tmp_path):
+    run = forge.start(*SHORT, *FSDP, "guards.collective_timeout_minutes=0.2", f"local_run_dir={tmp_path}/run",
+                      prepare=SLEEPER)
+    assert run.wait(60) == 1
+    assert "rank 0 has waited 10 s for other ranks. Missing: rank 1: " in run.text
+    assert "A collective operation failed; it was waiting for rank 1: " in run.text and "update 2" in run.text
+    assert not forge.orphans()
+
+
+# ---- Said aloud -----------------------------------------------------------------------------------------------------
+
+
+def test_trust_remote_code_is_said_aloud(forge, tmp_path):
+    run = forge.run(*SHORT, "n_epochs=null", "n_examples=4", "model.trust_remote_code=true", f"local_run_dir={tmp_path}/run")
+    assert "model.trust_remote_code=true: code that comes with" in run.text
