@@ -12,6 +12,7 @@ import io
 import math
 import os
 import secrets
+import time
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -121,6 +122,7 @@ class ReferenceCache:
             return
         try:
             os.makedirs(self.folder, exist_ok=True)
+            self._sweep()
             for split, many in self.datasets.items():
                 for dataset, values in zip(many, self.values[split]):
                     if merge:
@@ -132,6 +134,16 @@ class ReferenceCache:
             self.notice(f"The reference cache {self.folder} cannot be written ({problem.strerror}); "
                         "its log-probs are kept for this run only. Set reference.cache_dir to a writable folder.")
             self.folder = None
+
+    def _sweep(self) -> None:
+        """Remove what killed jobs left half-written; a write takes seconds, so an hour old belongs to nobody."""
+        for name in os.listdir(self.folder):
+            path = os.path.join(self.folder, name)
+            try:
+                if name.endswith(".tmp") and time.time() - os.path.getmtime(path) > 3600:
+                    os.unlink(path)
+            except OSError:
+                pass  # another job did
 
     def _path(self, dataset) -> str:
         return os.path.join(self.folder, f"{dataset.key}.logps")

@@ -382,7 +382,7 @@ class Counts:
 
 
 def kill_and_resume(forge: Forge, settings: tuple[str, ...], kills: int, seed: int, say=lambda text: None,
-                    ways: tuple[str, ...] = ("time", "time", "folder", "hook", "rank")) -> Counts:
+                    ways: tuple[str, ...] = ("time", "time", "folder", "hook", "hook", "rank")) -> Counts:
     """Kill runs of these settings `kills` times in all and resume them each time, until they finish; compare.
 
     Ways to kill: at a random time ("time"), a random moment after a save's folder appears ("folder"), at a random stage

@@ -300,6 +300,17 @@ def test_other_data_or_another_reference_is_refused(forge, place, tmp_path):
     assert lines(place), "and what is there stays"
 
 
+def test_half_written_cache_files_of_killed_jobs_go(tmp_path):
+    from reference import ReferenceCache
+
+    os.makedirs(tmp_path / "key")
+    for name, age in (("a.logps.1-ff.tmp", 7200), ("b.logps.2-ff.tmp", 5)):
+        (tmp_path / "key" / name).write_bytes(b"half")
+        os.utime(tmp_path / "key" / name, (time.time() - age,) * 2)
+    ReferenceCache(str(tmp_path), "key", {}, print).save()
+    assert os.listdir(tmp_path / "key") == ["b.logps.2-ff.tmp"], "another job may be writing that one"
+
+
 # ---- Saving ---------------------------------------------------------------------------------------------------------
 
 
