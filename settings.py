@@ -583,7 +583,9 @@ def _check_run(flat: dict) -> None:
             raise ValueError("debug=true writes no checkpoint, so there is nothing to resume; leave resume=null")
     if flat["local_run_dir"] and not flat["resume"]:
         folder = flat["local_run_dir"]
-        if os.path.exists(folder) and not (os.path.isdir(folder) and not os.listdir(folder)):
+        # What a run leaves that was killed in its first instant does not count.
+        if os.path.exists(folder) and not (os.path.isdir(folder)
+                                           and all(name.endswith(".tmp") for name in os.listdir(folder))):
             raise ValueError(f"local_run_dir={folder} exists and is not an empty folder; name a new one, or use "
                              f"resume={folder} to continue the run in it")
 
