@@ -686,6 +686,9 @@ class BasicTrainer:
             else:
                 self._between_steps(meter, last=True)
         problem = self.checkpointer.close()
+        best = self.checkpointer.best() if self.early_stop.over else None
+        if best is not None:
+            self.notice(f"The best checkpoint by {self.checkpointer.best_metric} is {best}.")
         if problem:
             raise OSError(f"The run's last checkpoint could not be written, so what was learnt since the one before is "
                           f"lost ({problem}). Mend this; to do it again:  {self.resume_command()}")
