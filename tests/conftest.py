@@ -34,3 +34,24 @@ def command(tmp_path):
         return subprocess.run([sys.executable, str(ROOT / "train.py"), *arguments], cwd=cwd, timeout=timeout, text=True,
                               capture_output=True, env={**os.environ, **environment})
     return run
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Where the training runs of the tests keep their files, with a small data set in it (runs.write_data)."""
+    from runs import write_data
+
+    path = tmp_path_factory.mktemp("runs")
+    write_data(path / "data")
+    return path
+
+
+@pytest.fixture(scope="session")
+def pools():
+    """Processes that train together, by world size (runs.Pool): started when first asked for, and kept."""
+    from runs import Pool
+
+    made = {}
+    yield lambda size: made.setdefault(size, Pool(size))
+    for pool in made.values():
+        pool.stop()

@@ -28,10 +28,11 @@ from conftest import compose_config
 from utils import World, die_with_parent
 
 # 13 prompts with 1 to 3 pairs each: 26 pairs, so that an epoch of steps of 5 ends in a step of 1.
-SUBJECTS = ("rain", "bread", "a violin", "chess", "the moon", "an old clock", "salt", "a bee", "glass", "the tide", "ink",
-            "a bridge", "moss")
-QUICK = ("device=cpu", "wandb.enabled=false", "sample_during_eval=false", "do_first_eval=false", "data.num_workers=1",
-         "minimum_log_interval_secs=0", "eval_every=1000000")
+SUBJECTS = ("rain", "bread", "a violin", "chess", "the moon", "an old clock", "salt", "a bee", "glass", "the tide",
+            "ink", "a bridge", "moss")
+# What every run starts from; debug: no checkpoints.
+QUICK = ("loss=dpo", "device=cpu", "wandb.enabled=false", "sample_during_eval=false", "do_first_eval=false",
+         "data.num_workers=1", "minimum_log_interval_secs=0", "eval_every=1000000", "debug=true")
 # Large enough that a wrong gradient shows in the losses within a few steps, and not so large that rounding does.
 STRONG = ("lr=1e-4", "warmup_steps=2", "n_epochs=2", "n_examples=50", "batch_size=5")
 LLAMA = ("model=tiny",)
@@ -62,13 +63,15 @@ def write_data(folder: Path, prompts: int = 13, held_out: int = 3) -> Path:
 
 
 def settings_of(folder: Path, *overrides: str):
-    """Checked settings of a run on the data in folder/data, which keeps all its files in `folder`."""
+    """Checked settings of a run on the data in folder/data, which keeps all its files in `folder`.
+
+    Of several overrides of one key the last one holds.
+    """
     import settings
 
-    given = {override.split("=")[0] for override in overrides}
-    defaults = [value for value in (*QUICK, f"datasets=[{folder}/data]", f"local_dirs=[{folder}/runs]",
-                                    f"data.cache_dir={folder}/tokens") if value.split("=")[0] not in given]
-    config = compose_config(*overrides, *defaults)
+    every = (*QUICK, f"datasets=[{folder}/data]", f"local_dirs=[{folder}/runs]", f"data.cache_dir={folder}/tokens",
+             *overrides)
+    config = compose_config(*{override.split("=")[0]: override for override in every}.values())
     settings.validate(config, device_count=0)
     return settings.finalize(config)
 
@@ -144,6 +147,16 @@ def train(folder: Path, *overrides: str, world: World = World(), prepare=None, r
     return seen
 
 
+_baselines: dict[tuple, Run] = {}
+
+
+def baseline(folder: Path, *overrides: str) -> Run:
+    """BasicTrainer's run that others are compared with: trained once."""
+    if (folder, overrides) not in _baselines:
+        _baselines[folder, overrides] = train(folder, *overrides, *STRONG)
+    return _baselines[folder, overrides]
+
+
 def spoil(*which, value=float("nan")):
     """Makes the losses of the which-th pairs that are trained on not finite, by a loss of its own."""
     import losses
@@ -182,7 +195,7 @@ def distance(one: dict, other: dict) -> float:
 
 
 def assert_same_training(one: Run, other: Run, losses: float = 1e-5, weights: float = 1e-4) -> None:
-    """Law 1: losses within `losses` of each other (of one that is larger than 1: relative to it), and so the weights."""
+    """Law 1: losses within `losses` of each other (relative to them where above 1), weights within `weights`."""
     assert len(one.losses) == len(other.losses) > 1
     assert max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(one.losses, other.losses)) < losses
     assert max(abs(a - b) / a for a, b in zip(one.norms, other.norms)) < 1e-4
@@ -233,8 +246,8 @@ def _serve(rank: int, size: int, pipe, parent: int) -> None:
 class Pool:
     """Processes that train together, kept over many runs because starting one takes seconds.
 
-    `run(function, *arguments)` calls function(world, *arguments) on every rank and returns the results by rank. An error
-    of a rank is raised here; ranks that then do not end by themselves are killed, and the next call starts new ones.
+    `run(function, *arguments)` calls function(world, *arguments) on every rank and returns the results by rank. An
+    error of a rank is raised here; ranks that then do not end by themselves are killed, and the next call starts anew.
     """
 
     def __init__(self, size: int):

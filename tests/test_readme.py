@@ -1,7 +1,7 @@
 """The README's worked examples, done as a reader does them: files written as shown, commands run as shown.
 
-A fenced block below a comment is an example: `<!-- example: FILE -->` is that file's content, `<!-- example: append FILE -->`
-goes to its end, and `<!-- example: run -->` holds commands.
+A fenced block below a comment is an example: `<!-- example: FILE -->` is that file's content,
+`<!-- example: append FILE -->` goes to its end, and `<!-- example: run -->` holds commands.
 """
 
 import os
@@ -78,7 +78,8 @@ def test_the_worked_examples_work(copy):
     hinge, = [config["loss"] for config in configs if config["loss"]["name"] == "hinge"]
     assert hinge == {"name": "hinge", "beta": 0.1, "margin": 0.5}
     # What the example's function does not take is refused before weights are read, and a wrong type before that.
-    for override, words in (("loss.margin=wide", "loss.margin=wide is not allowed"), ("+loss.tau=1", "no key loss.tau")):
+    for override, words in (("loss.margin=wide", "loss.margin=wide is not allowed"),
+                            ("+loss.tau=1", "no key loss.tau")):
         done = subprocess.run([sys.executable, "train.py", "model=tiny", "loss=hinge", "datasets=[capitals]",
                                "data.plugins=[my_data.py]", *QUICK, override],
                               cwd=copy, capture_output=True, text=True, timeout=100)

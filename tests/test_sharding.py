@@ -20,8 +20,8 @@ from runs import (
     LLAMA,
     MODELS,
     STRONG,
-    Pool,
     assert_same_training,
+    baseline,
     distance,
     new_run_dir,
     save_model,
@@ -29,7 +29,6 @@ from runs import (
     spoil,
     train,
     train_together,
-    write_data,
 )
 from utils import free_port
 
@@ -51,46 +50,16 @@ def placement(name: str, size: int) -> list[str]:
     return [option.format(size=size) for option in PLACEMENTS[name]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("runs")
-    write_data(path / "data")
-    return path
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """Processes by world size, started when first asked for."""
-    made = {}
-    yield lambda size: made.setdefault(size, Pool(size))
-    for pool in made.values():
-        pool.stop()
-
-
-_baselines = {}
-
-
-@pytest.fixture
-def baseline(folder):
-    """BasicTrainer's run, trained once for each model and loss."""
-    def of(model, loss):
-        if (model, loss) not in _baselines:
-            _baselines[model, loss] = train(folder, *MODELS[model], f"loss={loss}", *STRONG, "debug=true")
-        return _baselines[model, loss]
-    return of
-
-
 @pytest.fixture
 def sharded(folder, pools):
     """Trains as `baseline` does but for the placement and what else is given; the runs that the ranks saw."""
     def run(size, name, *more, model="llama", loss="dpo", prepare=None, timeout=120):
-        given = {option.split("=")[0] for option in more}
-        options = [o for o in (*STRONG, "debug=true") if o.split("=")[0] not in given]
-        if loss != "sft" and "reference.mode=online" not in more and "reference.cache_dir" not in given:
+        options = [*STRONG]
+        if loss != "sft" and "reference.mode=online" not in more:
             # A cold cache, or these ranks would read what BasicTrainer computed.
             options.append(f"reference.cache_dir={new_run_dir(folder)}")
-        return train_together(pools(size), folder, *MODELS[model], f"loss={loss}", *options, *placement(name, size), *more,
-                              prepare=prepare, timeout=timeout)
+        return train_together(pools(size), folder, *MODELS[model], f"loss={loss}", *options, *placement(name, size),
+                              *more, prepare=prepare, timeout=timeout)
     return run
 
 
@@ -105,13 +74,14 @@ COVERING |= {(1, name, "dpo", "neox") for name in ("FULL_SHARD", "NO_SHARD", "TP
 
 
 @pytest.mark.parametrize("size, name, loss, model", [
-    pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in COVERING else pytest.mark.slow) for case in WHOLE])
-def test_every_placement_trains_as_one_device_does(baseline, sharded, size, name, loss, model):
+    pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in COVERING else pytest.mark.slow)
+    for case in WHOLE])
+def test_every_placement_trains_as_one_device_does(folder, sharded, size, name, loss, model):
     runs = sharded(size, name, model=model, loss=loss)
-    assert_same_training(baseline(model, loss), runs[0])
+    assert_same_training(baseline(folder, *MODELS[model], f"loss={loss}"), runs[0])
     for run in runs[1:]:  # metrics are global on every rank
         assert run.losses == runs[0].losses and run.norms == runs[0].norms and run.evals == runs[0].evals
-    plain = baseline(model, loss).evals[-1]
+    plain = baseline(folder, *MODELS[model], f"loss={loss}").evals[-1]
     for metric, value in runs[0].evals[-1].items():
         assert value == pytest.approx(plain[metric], abs=1e-5 * max(1, abs(plain[metric]))), metric
 
@@ -131,24 +101,22 @@ def test_the_same_world_twice_is_the_same_bits(sharded, size, name):
     ["fsdp.cpu_offload=true"], ["fsdp.backward_prefetch=null", "fsdp.forward_prefetch=1"], ["reference.mode=online"],
     ["fsdp.reference_cpu_offload=true", "reference.mode=online"], ["prefix_sharing=false"], ["model.attention=plain"],
     ["shuffle=prompts"], ["batch_size=2"]], ids=lambda change: change[0])
-def test_options_of_a_sharded_run_do_not_change_it(folder, baseline, sharded, change):
-    plain = baseline("llama", "dpo")
+def test_options_of_a_sharded_run_do_not_change_it(folder, sharded, change):
+    plain = baseline(folder, *LLAMA)
     if change[0] in ("shuffle=prompts", "batch_size=2"):
-        plain = train(folder, *LLAMA, "loss=dpo", *(o for o in STRONG if not o.startswith(change[0].split("=")[0])),
-                      "debug=true", *change)
+        plain = train(folder, *LLAMA, *STRONG, *change)
     assert_same_training(plain, sharded(2, "FULL_SHARD", *change)[0])
 
 
-@pytest.mark.parametrize("change", [["tokens_per_microbatch=1"], ["activation_checkpointing=true"], ["reference.mode=online"]],
-                         ids=lambda change: change[0])
-def test_options_of_a_tensor_parallel_run_do_not_change_it(baseline, sharded, change):
-    assert_same_training(baseline("neox", "dpo"), sharded(2, "TP", *change, model="neox")[0])
+@pytest.mark.parametrize("change", ["tokens_per_microbatch=1", "activation_checkpointing=true", "reference.mode=online"])
+def test_options_of_a_tensor_parallel_run_do_not_change_it(folder, sharded, change):
+    assert_same_training(baseline(folder, *MODELS["neox"]), sharded(2, "TP", change, model="neox")[0])
 
 
 @pytest.mark.slow
-def test_more_ranks_than_examples_in_a_step(baseline, folder, sharded):
+def test_more_ranks_than_examples_in_a_step(folder, sharded):
     """26 pairs in steps of 4 end in one of 2, on four ranks."""
-    plain = train(folder, *LLAMA, "loss=dpo", *(o for o in STRONG if not o.startswith("batch_size")), "batch_size=4", "debug=true")
+    plain = train(folder, *LLAMA, *STRONG, "batch_size=4")
     assert_same_training(plain, sharded(4, "FULL_SHARD", "batch_size=4")[0])
     assert_same_training(plain, sharded(4, "FULL_SHARD", "batch_size=4", "tokens_per_microbatch=1")[0])
 
@@ -157,12 +125,12 @@ def test_more_ranks_than_examples_in_a_step(baseline, folder, sharded):
                                        pytest.param("NAdam", marks=pytest.mark.slow),
                                        pytest.param("Adamax", marks=pytest.mark.slow)])
 def test_other_optimizers(folder, sharded, optimizer):
-    plain = train(folder, *LLAMA, "loss=dpo", *STRONG, "debug=true", f"optimizer={optimizer}")
+    plain = train(folder, *LLAMA, *STRONG, f"optimizer={optimizer}")
     assert_same_training(plain, sharded(2, "FULL_SHARD", f"optimizer={optimizer}")[0])
 
 
 @pytest.mark.parametrize("eval_batch_size", [1, 3, 5])
-def test_evaluation_does_not_depend_on_batches_and_world(baseline, sharded, eval_batch_size):
+def test_evaluation_does_not_depend_on_batches_and_world(folder, sharded, eval_batch_size):
     evals = sharded(2, "FULL_SHARD", f"eval_batch_size={eval_batch_size}", "lr=1e-12", "n_examples=5")[0].evals[-1]
     alone = sharded(1, "FULL_SHARD", "eval_batch_size=16", "lr=1e-12", "n_examples=5")[0].evals[-1]
     assert evals.keys() == alone.keys()
@@ -170,25 +138,25 @@ def test_evaluation_does_not_depend_on_batches_and_world(baseline, sharded, eval
         assert value == pytest.approx(alone[name], abs=1e-6 * max(1, abs(alone[name]))), name
 
 
-def test_bfloat16_is_close_and_keeps_float32_weights(baseline, sharded):
+def test_bfloat16_is_close_and_keeps_float32_weights(folder, sharded):
     for mode in ("cached", "online"):
         run = sharded(2, "FULL_SHARD", "model.fsdp_policy_mp=bfloat16", f"reference.mode={mode}")[0]
         assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6) and run.steps[0]["rewards_train/margins"] == 0
-        assert max(abs(a - b) for a, b in zip(run.losses, baseline("llama", "dpo").losses)) < 0.05
+        assert max(abs(a - b) for a, b in zip(run.losses, baseline(folder, *LLAMA).losses)) < 0.05
         assert all(value.dtype == torch.float32 for value in run.weights.values())
-        assert distance(run.weights, baseline("llama", "dpo").weights) < 0.02
+        assert distance(run.weights, baseline(folder, *LLAMA).weights) < 0.02
 
 
 def test_float16_is_refused_on_a_cpu(folder):
     with pytest.raises(ValueError, match="model.fsdp_policy_mp=float16 needs a GPU"):
-        settings_of(folder, *LLAMA, "loss=dpo", *FSDP, "world_size=2", "model.fsdp_policy_mp=float16")
+        settings_of(folder, *LLAMA, *FSDP, "world_size=2", "model.fsdp_policy_mp=float16")
 
 
 @pytest.mark.parametrize("optimizer", ["Adafactor", "Rprop"])
 def test_optimizers_that_cannot_work_on_shards_are_refused(folder, optimizer):
     with pytest.raises(ValueError, match=f"optimizer={optimizer}.*BasicTrainer"):
-        settings_of(folder, *LLAMA, "loss=dpo", *FSDP, "world_size=2", f"optimizer={optimizer}")
-    settings_of(folder, *LLAMA, "loss=dpo", f"optimizer={optimizer}")
+        settings_of(folder, *LLAMA, *FSDP, "world_size=2", f"optimizer={optimizer}")
+    settings_of(folder, *LLAMA, f"optimizer={optimizer}")
 
 
 def read_placement(world, folder, options):
@@ -212,8 +180,8 @@ def read_placement(world, folder, options):
 
 
 @pytest.mark.parametrize("name, more, policy, reference", [
-    ("FULL_SHARD", [], {"reshards": True, "offloads": "OffloadPolicy", "computes": None, "ahead": [0, 0], "trains": True,
-                        "checkpoints": [False, False]}, {"reshards": True, "trains": False}),
+    ("FULL_SHARD", [], {"reshards": True, "offloads": "OffloadPolicy", "computes": None, "ahead": [0, 0],
+                        "trains": True, "checkpoints": [False, False]}, {"reshards": True, "trains": False}),
     ("SHARD_GRAD_OP", [], {"reshards": False}, {"reshards": True}),
     ("FULL_SHARD", ["fsdp.cpu_offload=true"], {"offloads": "CPUOffloadPolicy"}, {"offloads": "CPUOffloadPolicy"}),
     ("FULL_SHARD", ["fsdp.reference_cpu_offload=true", "reference.mode=online"], {"offloads": "OffloadPolicy"},
@@ -227,7 +195,7 @@ def read_placement(world, folder, options):
     ("FULL_SHARD", ["activation_checkpointing=2"], {"checkpoints": [True, False]}, {"checkpoints": [False, False]})],
     ids=lambda value: str(value) if isinstance(value, (str, list)) else "")
 def test_options_reach_the_placement(folder, pools, name, more, policy, reference):
-    for found in pools(2).run(read_placement, folder, [*LLAMA, "loss=dpo", *placement(name, 2), *more]):
+    for found in pools(2).run(read_placement, folder, [*LLAMA, *placement(name, 2), *more]):
         assert {key: found["policy"][key] for key in policy} == policy
         assert {key: found["reference"][key] for key in reference} == reference
 
@@ -237,22 +205,22 @@ def test_options_reach_the_placement(folder, pools, name, more, policy, referenc
     pytest.param(4, "FULL_SHARD", 1 / 4, marks=pytest.mark.slow),
     pytest.param(4, "HYBRID_SHARD", 1 / 2, marks=pytest.mark.slow)])
 def test_each_rank_holds_its_share(folder, pools, size, name, share):
-    for found in pools(size).run(read_placement, folder, [*LLAMA, "loss=dpo", *placement(name, size)]):
+    for found in pools(size).run(read_placement, folder, [*LLAMA, *placement(name, size)]):
         assert found["policy"]["share"] == pytest.approx(share, rel=0.1)
 
 
 def test_a_tensor_parallel_rank_holds_its_part_of_the_matrices(folder, pools):
     shares = [held[0] / held[1] for _, _, held in pools(2).run(
-        load_sharded, folder, [*LLAMA, "loss=dpo", *placement("TP", 2), "max_length=128", "max_prompt_length=64"])]
+        load_sharded, folder, [*LLAMA, *placement("TP", 2), "max_length=128", "max_prompt_length=64"])]
     # All but embeddings and norms is split: of this model, the blocks' 81,920 numbers of 98,816.
     assert shares == [pytest.approx(1 - 0.5 * 81_920 / 98_816, abs=1e-3)] * 2
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma", "phi"])
 def test_tensor_parallel_architectures_train_as_on_one_device(folder, pools, tmp_path, kind):
-    """Among them norms over a head's width, whose gradients each rank has a part of (qwen3), and biases (phi, qwen2)."""
+    """Among them norms over a head's width, whose gradients the ranks have parts of (qwen3), and biases (phi, qwen2)."""
     save_model(tmp_path / "model", kind)
-    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", *STRONG, "debug=true"]
+    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", *STRONG]
     alone = train(folder, *options)
     assert_same_training(alone, train_together(pools(2), folder, *options, *placement("TP", 2))[0])
 
@@ -262,8 +230,9 @@ def note_examples(trainer):
     step = trainer.train_step
 
     def noted(s):
-        trainer.seen.examples.append([(unit.group, unit.response_ids[a], unit.response_ids[b]) for batch in s.micro_batches
-                                      if batch is not None for unit in batch.units for a, b in unit.pairs])
+        units = [unit for batch in s.micro_batches if batch is not None for unit in batch.units]
+        trainer.seen.examples.append([(unit.group, unit.response_ids[a], unit.response_ids[b])
+                                      for unit in units for a, b in unit.pairs])
         return step(s)
 
     trainer.train_step = noted
@@ -280,8 +249,8 @@ def test_every_example_is_trained_on_once_by_one_rank(sharded):
 
 
 def test_the_policy_starts_as_the_reference_on_shards(sharded, tmp_path):
-    for name, more in (("FULL_SHARD", ["reference.mode=online"]), ("FULL_SHARD", [f"reference.cache_dir={tmp_path}/cache"]),
-                       ("FULL_SHARD", [f"reference.cache_dir={tmp_path}/cache"]), ("TP", [])):  # the third: a warm cache
+    cache = [f"reference.cache_dir={tmp_path}/cache"]  # cold the first time, then warm
+    for name, more in (("FULL_SHARD", cache), ("FULL_SHARD", cache), ("FULL_SHARD", ["reference.mode=online"]), ("TP", [])):
         run = sharded(2, name, "do_first_eval=true", "n_examples=10", *more, model="neox")[0]
         assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6) and run.evals[0]["rewards_eval/margins"] == 0
         assert run.steps[0]["rewards_train/margins"] == 0 and run.evals[0]["rewards_eval/accuracies"] == 0.5
@@ -316,7 +285,7 @@ def train_into_trouble(world, folder, options, run_dir):
 
 def test_a_step_that_is_not_finite_on_one_rank_stops_all(folder, pools):
     run_dir = new_run_dir(folder)
-    options = [*LLAMA, "loss=dpo", *STRONG, "debug=true", *FSDP]
+    options = [*LLAMA, *STRONG, *FSDP]
     said = pools(2).run(train_into_trouble, folder, options, run_dir)
     assert said[0] == said[1] and said[0][1:] == (1, True), said
     rows = [json.loads(line) for line in open(os.path.join(run_dir, "nonfinite.jsonl"))]
@@ -369,6 +338,24 @@ def compare_norms(trainer):
         return norm
 
     trainer.clip_gradients = compared
+
+
+def check_given_back(trainer):
+    """Sees that after forward passes alone no parameter stays whole, as the root's would."""
+    evaluate = trainer.evaluate
+
+    def checked():
+        metrics = evaluate()
+        models_here = [model for model in (trainer.policy, trainer.reference) if model is not None]
+        assert all(isinstance(p, DTensor) for model in models_here for p in model.parameters())
+        return metrics
+
+    trainer.evaluate = checked
+
+
+def test_parameters_are_given_back_after_an_evaluation(sharded):
+    for mode in ("cached", "online"):
+        sharded(2, "FULL_SHARD", "do_first_eval=true", "n_examples=5", f"reference.mode={mode}", prepare=check_given_back)
 
 
 @pytest.mark.parametrize("size, name", [(2, "FULL_SHARD"), (2, "NO_SHARD"), (2, "TP"),
@@ -439,7 +426,7 @@ KINDS = ("llama", "llama_tied", "gpt_neox", "gpt2", "gptj", "gemma", "qwen3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sharded_model_scores_as_the_whole_one(folder, pools, tmp_path, kind, form):
     model = save_model(tmp_path / "model", kind, **({"max_shard_size": "60KB"} if form == "shards" else {}))
-    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", *FSDP, "max_length=128",
+    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", *FSDP, "max_length=128",
                "max_prompt_length=64"]
     if form == "shards":
         assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
@@ -469,7 +456,7 @@ def test_a_sharded_model_scores_as_the_whole_one(folder, pools, tmp_path, kind, 
 
 def test_a_frozen_model_and_one_in_host_memory_load_the_same(folder, pools, tmp_path):
     model = save_model(tmp_path / "model", "llama_tied")
-    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", *FSDP]
+    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", *FSDP]
     for more, frozen in (([], True), (["fsdp.cpu_offload=true"], False)):
         for found, _, _ in pools(2).run(load_sharded, folder, [*options, *more], frozen):
             assert torch.allclose(found, logps_of(model), atol=1e-4)
@@ -492,14 +479,14 @@ def refuse_to_load(world, folder, options):
 
 def test_a_wrong_block_name_lists_those_there_are(folder, pools, tmp_path):
     save_model(tmp_path / "model", "gpt_neox")
-    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", *FSDP]
+    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", *FSDP]
     for message in pools(2).run(refuse_to_load, folder, [*options, "model.block_name=GPTNeoXBlock"]):
         assert "model.block_name='GPTNeoXBlock'" in message and "GPTNeoXLayer" in message
 
 
 def test_a_model_without_a_plan_cannot_be_split(folder, pools, tmp_path):
     save_model(tmp_path / "model", "gpt2")
-    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", "trainer=TensorParallelTrainer",
+    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "trainer=TensorParallelTrainer",
                "tp_size=2"]
     for message in pools(2).run(refuse_to_load, folder, options):
         assert "no tensor-parallel plan" in message and "FSDPTrainer" in message
@@ -508,7 +495,7 @@ def test_a_model_without_a_plan_cannot_be_split(folder, pools, tmp_path):
 def test_an_archive_that_does_not_fit_is_refused_on_all_ranks(folder, pools, tmp_path):
     save_model(tmp_path / "model", "gpt_neox")
     torch.save({"state": {"nonsense": torch.zeros(2)}}, tmp_path / "policy.pt")
-    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "loss=dpo", *FSDP,
+    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", *FSDP,
                f"model.archive={tmp_path}/policy.pt"]
     with pytest.raises(ValueError, match="does not fit the model"):
         pools(2).run(load_sharded, folder, options)
@@ -527,7 +514,7 @@ def test_a_sharded_runs_weights_open_everywhere(folder, sharded, name):
     assert all(torch.equal(run.weights[key], value) for key, value in content["state"].items())
     model = AutoModelForCausalLM.from_pretrained(os.path.join(latest, "hf"))
     assert all(torch.equal(run.weights[key], value) for key, value in model.state_dict().items())
-    alone = train(folder, *MODELS["neox"], "loss=sft", "n_examples=4", "debug=true", "do_first_eval=true",
+    alone = train(folder, *MODELS["neox"], "loss=sft", "n_examples=4", "do_first_eval=true",
                   f"model.archive={latest}/policy.pt")
     assert alone.evals[0]["loss/eval"] == pytest.approx(run.evals[-1]["loss/eval"], rel=1e-6)
     assert alone.evals[0]["loss/eval"] != pytest.approx(run.evals[0]["loss/eval"], rel=1e-3)
@@ -538,7 +525,7 @@ def test_samples_are_those_of_one_device(folder, sharded, name, more):
     """Three prompts on two ranks, some of which end early: nothing hangs, and nobody's text depends on the world."""
     options = ["sample_during_eval=true", "do_first_eval=true", "n_eval_model_samples=3", "sampling.max_new_tokens=12",
                "n_examples=10", "eval_every=5", *more]
-    alone = train(folder, *LLAMA, "loss=dpo", *(o for o in STRONG if not o.startswith("n_examples")), "debug=true", *options)
+    alone = train(folder, *LLAMA, *STRONG, *options)
     runs = sharded(2, name, *options)
     rows = [[(row["examples"], row["prompt"], row["policy"], row["reference"]) for row in
              map(json.loads, open(os.path.join(run.run_dir, "samples.jsonl")))] for run in (alone, runs[0])]
@@ -550,14 +537,14 @@ def test_samples_are_those_of_one_device(folder, sharded, name, more):
 
 def test_two_nodes_under_torchrun_train_together(folder, tmp_path):
     port = free_port()
-    options = ["model=tiny", "loss=dpo", *FSDP, "device=cpu", f"datasets=[{folder}/data]", "n_examples=10", "batch_size=5",
-               "lr=1e-4", "warmup_steps=2", "wandb.enabled=false", "sample_during_eval=false", "local_dirs=[runs]",
-               "data.num_workers=1", "minimum_log_interval_secs=0", "debug=true"]
+    options = ["model=tiny", "loss=dpo", *FSDP, "device=cpu", f"datasets=[{folder}/data]", "n_examples=10",
+               "batch_size=5", "lr=1e-4", "warmup_steps=2", "wandb.enabled=false", "sample_during_eval=false", "local_dirs=[runs]",
+               "data.num_workers=1", "minimum_log_interval_secs=0"]
     nodes = [subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}",
          "--master-addr=127.0.0.1", f"--master-port={port}", str(ROOT / "train.py"), *options],
-        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        for node in range(2)]
+        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}) for node in range(2)]
     try:
         said = [node.communicate(timeout=200)[0] for node in nodes]
     finally:
@@ -567,20 +554,20 @@ def test_two_nodes_under_torchrun_train_together(folder, tmp_path):
     assert [node.returncode for node in nodes] == [0, 0], said[0][-3000:] + said[1][-3000:]
     lines = [json.loads(line) for path in tmp_path.glob("runs/*/*/metrics.jsonl") for line in open(path)]
     found = [line["loss/train"] for line in lines if "loss/train" in line]
-    alone = train(folder, *LLAMA, "loss=dpo", *(o for o in STRONG if not o.startswith("n_examples")), "n_examples=10", "debug=true")
+    alone = train(folder, *LLAMA, *STRONG, "n_examples=10")
     assert found == pytest.approx(alone.losses, abs=1e-5) and len(found) == 2
 
 
 def test_the_command_line_starts_a_process_a_device(folder, tmp_path, command):
-    options = ["model=tiny", "loss=dpo", *FSDP, "device=cpu", "world_size=2", f"datasets=[{folder}/data]", "n_examples=10",
-               "batch_size=5", "lr=1e-4", "warmup_steps=2", "wandb.enabled=false", "sampling.max_new_tokens=2",
+    options = ["model=tiny", "loss=dpo", *FSDP, "device=cpu", "world_size=2", f"datasets=[{folder}/data]",
+               "n_examples=10", "batch_size=5", "lr=1e-4", "warmup_steps=2", "wandb.enabled=false", "sampling.max_new_tokens=2",
                "local_dirs=[runs]", "minimum_log_interval_secs=0"]
     done = command(*options, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     run_dir, = tmp_path.glob("runs/*/tiny_dpo_*")
     lines = [json.loads(line) for line in open(run_dir / "metrics.jsonl")]
     found = [line["loss/train"] for line in lines if "loss/train" in line]
-    alone = train(folder, *LLAMA, "loss=dpo", *(o for o in STRONG if not o.startswith("n_examples")), "n_examples=10", "debug=true")
+    alone = train(folder, *LLAMA, *STRONG, "n_examples=10")
     assert found == pytest.approx(alone.losses, abs=1e-5)
     weights = torch.load(run_dir / "LATEST" / "policy.pt", weights_only=True)["state"]
     assert distance(weights, alone.weights) < 1e-4
@@ -589,8 +576,9 @@ def test_the_command_line_starts_a_process_a_device(folder, tmp_path, command):
 
 @pytest.mark.slow
 def test_a_sweep_over_sharded_runs(folder, tmp_path, command):
-    options = ["-m", "model=tiny", "loss=dpo", "loss.beta=0.05,0.5", *FSDP, "device=cpu", "world_size=2", "n_examples=10",
-               f"datasets=[{folder}/data]", "lr=1e-4", "wandb.enabled=false", "sample_during_eval=false", "local_dirs=[runs]"]
+    options = ["-m", "model=tiny", "loss=dpo", "loss.beta=0.05,0.5", *FSDP, "device=cpu", "world_size=2",
+               f"datasets=[{folder}/data]", "n_examples=10", "lr=1e-4", "wandb.enabled=false", "sample_during_eval=false",
+               "local_dirs=[runs]"]
     done = command(*options, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(list(tmp_path.glob("runs/*/tiny_dpo_*/metrics.jsonl"))) == 2
