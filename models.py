@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from omegaconf import OmegaConf
 
+from archives import load_archive_into
+
 HOW_TO_GET_A_MODEL = """\
 To get one:
   - on a machine that reaches the Hub: `hf download {name}`, then copy the cache folder (HF_HOME) here; or
@@ -155,8 +157,6 @@ def load_model(config, tokenizer, dtype: torch.dtype, device: str | torch.device
         if gguf:
             del model.config.quantization_config
     if config.model.get("archive"):
-        from archives import load_archive_into
-
         load_archive_into(model, config.model.archive)
     # Evaluation mode for good: dropout, also the functional kind, would make policy and reference differ at step 0.
     return model.to(device).eval()

@@ -20,7 +20,7 @@ import yaml
 
 from charts import Series, chart, legend
 from formatting import duration, metric_dataset, short, well_formed
-from reporting import read_json_lines
+from utils import read_json_lines
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 

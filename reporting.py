@@ -36,6 +36,7 @@ from formatting import (
     printable,
     short,
 )
+from utils import read_json_lines
 from wandb_run import WandbRun
 
 PLAIN_INTERVAL = 60.0  # seconds of silence, after which a long loop without a bar says how far it is
@@ -402,24 +403,6 @@ class _JsonLines:
 
 
 # -- reading and writing ----------------------------------------------------------------------------------------------
-
-
-def read_json_lines(path: str) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file. A missing file is empty; a line that is not an object (cut by a kill) is left
-    out."""
-    rows = []
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(row, dict):
-                    rows.append(row)
-    except OSError:
-        pass
-    return rows
 
 
 def plain(config: Any) -> dict[str, Any]:

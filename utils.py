@@ -213,3 +213,21 @@ def _user() -> str:
 def file_name(text: str) -> str:
     """`text` with all that is awkward in a file name replaced."""
     return re.sub(r"[^\w.+-]+", "-", text).strip("-.") or "unnamed"
+
+
+def read_json_lines(path: str) -> list[dict]:
+    """The objects of a JSON-lines file. A missing file is empty; a line that is not an object (cut by a kill) is left
+    out."""
+    rows = []
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    rows.append(row)
+    except OSError:
+        pass
+    return rows

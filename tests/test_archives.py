@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import archives
-from archives import check_keys, export, load_archive_into, locate, read_state_dict, write_hf_folder
+from archives import check_keys, load_archive_into, locate, read_state_dict, write_hf_folder
+from export import export
 from checkpoints import Checkpointer
 from models import byte_tokenizer
 from utils import World

@@ -15,8 +15,8 @@ import torch
 import reporting
 import wandb_run
 from formatting import console_line, duration, metric_dataset, printable, short
-from reporting import Reporter, SpikeWatch, read_json_lines
-from utils import World
+from reporting import Reporter, SpikeWatch
+from utils import World, read_json_lines
 
 QUIET = {"exp_name": "run", "wandb": {"enabled": False}}
 
