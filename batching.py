@@ -85,11 +85,13 @@ class MicroBatch:
     units: list[Unit]
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """Copy of this batch with its tensors on `device` (asynchronously where memory is pinned)."""
-        moved = {
-            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in vars(self).items()
-        }
+        """Copy of this batch with its tensors on `device`; to a GPU without waiting for what runs there."""
+        pinned = torch.device(device).type == "cuda"  # only from pinned memory does a copy not wait
+        moved = {}
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                value = (value.pin_memory() if pinned else value).to(device, non_blocking=True)
+            moved[name] = value
         return MicroBatch(**moved)
 
     @property
