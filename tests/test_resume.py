@@ -130,13 +130,14 @@ def has_begun(run):
 
 
 @pytest.mark.parametrize("settings, number, to", [
-    ((), signal.SIGTERM, "all"), (FSDP, signal.SIGUSR1, "parent"), (FSDP, signal.SIGTERM, "one rank")])
+    ((), signal.SIGTERM, "all"), (FSDP, signal.SIGUSR1, "parent"), (FSDP, signal.SIGTERM, "one rank"),
+    pytest.param(FSDP, signal.SIGINT, "parent", marks=pytest.mark.slow)])
 def test_preemption_saves_and_is_requeued(forge, calm, place, settings, number, to):
     settings = (*SHORT, *settings)
     run = forge.start(*settings, f"local_run_dir={place}", prepare=SLOW_STEPS)
     run.wait_for(lambda: has_begun(run))
     os.kill(fault_runs.descendants(run.pid)[0] if to == "one rank" else run.pid, number)
-    assert run.wait() == 75, run.text
+    assert run.wait() == (130 if number == signal.SIGINT else 75), run.text
     assert "the state is saved. To go on:  python train.py resume=" in run.text and "Traceback" not in run.text
     assert 0 < lines(place)[-1]["examples"] < 22
     assert resume(forge, place).wait() == 0
