@@ -146,7 +146,8 @@ class BasicTrainer:
         self._check_loss()
         if config.model.trust_remote_code:
             self.notice("model.trust_remote_code=true: code that comes with "
-                        f"{config.model.tokenizer_name_or_path or models.source_of(config)} runs here, with your rights.")
+                        f"{config.model.tokenizer_name_or_path or models.source_of(config)} runs here, with your "
+                        "rights.")
         self._find_checkpoint()
         self.heartbeat.at("preparing the data", 0, patient=True)
         self.tokenizer = models.load_tokenizer(config)
@@ -743,8 +744,8 @@ class BasicTrainer:
             self.notice(f"Stopped by a signal at {self.examples:,} examples; nothing is saved"
                         + (" in debug mode." if self.config.debug else " before the first step."))
         else:
-            self.notice(f"Stopped by a signal at {self.examples:,} examples; the state is {'saved' if saved else 'NOT saved'}. "
-                        f"To go on:  {self.resume_command()}")
+            self.notice(f"Stopped by a signal at {self.examples:,} examples; the state is "
+                        f"{'saved' if saved else 'NOT saved'}. To go on:  {self.resume_command()}")
         raise SystemExit(self.signals.exit_code)
 
     def resume_command(self) -> str:
@@ -770,14 +771,16 @@ class BasicTrainer:
         state = {name: getattr(self, name) for name in self.STATE}
         state |= {"budget": self.plan.budget, "first_budget": self.first_budget,
                   "tokens_per_microbatch": self.config.tokens_per_microbatch, "device": self.device.type,
-                  "identity": self._identity(), "reporter": self.reporter.state(), "early_stop": self.early_stop.state()}
+                  "identity": self._identity(), "reporter": self.reporter.state(),
+                  "early_stop": self.early_stop.state()}
         if again:
             state["saved_at"] = None
         metrics = self.last_eval if self.evaluated_at == self.step_number else {}
         formats = self.config.checkpoint.formats
         if self.stop_wanted and "state" not in formats:
             formats = ["state", *formats]  # to be able to go on is what the signal asks for
-        problem = self.checkpointer.save(self.examples, self.policy, self.optimizer, self.tokenizer, state, metrics, formats)
+        problem = self.checkpointer.save(
+            self.examples, self.policy, self.optimizer, self.tokenizer, state, metrics, formats)
         self.last_save, self.seconds_since_save = time.monotonic(), 0.0
         if problem:
             self.saved_at = before
@@ -799,13 +802,13 @@ class BasicTrainer:
         self.resume_from = self.checkpointer.resumable()
         if self.resume_from is None:
             if self.checkpointer.any_step():
-                raise ValueError(f"resume={self.run_dir}: none of its checkpoints can be resumed from (see above). Its last "
-                                 "weights can begin a new run, with model.archive=STEP_FOLDER if they are whole.")
+                raise ValueError(f"resume={self.run_dir}: none of its checkpoints can be resumed from (see above). Its "
+                                 "last weights can begin a new run, with model.archive=STEP_FOLDER if they are whole.")
             self.notice("The run has no checkpoint yet: it starts from its beginning.")
             return
         size, state = self.checkpointer.peek(self.resume_from)
-        same = state["tokens_per_microbatch"] == self.config.tokens_per_microbatch and state["device"] == self.device.type
-        if same and size == self.world.size:  # the micro-batches of then, to the last bit
+        now = self.config.tokens_per_microbatch, self.device.type, self.world.size
+        if (state["tokens_per_microbatch"], state["device"], size) == now:  # the micro-batches of then, to the last bit
             self.first_budget, self.later_budget = state["first_budget"], state["budget"]
 
     def _resume(self) -> None:
@@ -817,13 +820,13 @@ class BasicTrainer:
         identity = self._identity()
         changed = [what for what, was in state["identity"].items() if was != identity[what]]
         if changed:
-            raise ValueError(f"resume={self.run_dir}: {' and '.join(changed)} changed since this run began, so that it would "
-                             "be another run. Put back the files of then, or begin a new run with "
+            raise ValueError(f"resume={self.run_dir}: {' and '.join(changed)} changed since this run began, so that it "
+                             "would be another run. Put back the files of then, or begin a new run with "
                              f"model.archive={self.resume_from}")
         if self.plan.examples_before(state["step_number"]) != state["examples"]:
             raise ValueError(
-                f"resume={self.run_dir}: its checkpoint is at {state['examples']:,} examples, between two steps of n_epochs="
-                f"{self.config.n_epochs} n_examples={self.config.n_examples}. Leave both as they were, or choose "
+                f"resume={self.run_dir}: its checkpoint is at {state['examples']:,} examples, between two steps of "
+                f"n_epochs={self.config.n_epochs} n_examples={self.config.n_examples}. Leave both as they were, or choose "
                 f"{'more' if state['examples'] > self.plan.n_examples else 'an n_examples that ends with a whole step'}.")
         self.checkpointer.load(self.resume_from, self.policy, self.optimizer)
         for name in self.STATE:

@@ -27,7 +27,8 @@ sys.path[:0] = [entry for entry in (str(ROOT), str(ROOT / "tests")) if entry not
 
 # Values that differ between two runs of the same thing.
 CLOCKED = ("time", "examples_per_second", "tokens_per_second", "memory/peak_gb")
-SUBJECTS = ("rain", "bread", "a violin", "chess", "the moon", "an old clock", "salt", "a bee", "glass", "the tide", "ink")
+SUBJECTS = ("rain", "bread", "a violin", "chess", "the moon", "an old clock", "salt", "a bee", "glass", "the tide",
+            "ink")
 # The stages of a save (checkpoints.hooks) at which every rank comes by, and those of rank 0 alone.
 STAGES_OF_ALL = ("state", "rng", "checksum")
 STAGES = ("open", "state", "rng", "policy", "checksum", "manifest", "rename", "latest", "retention")
@@ -54,11 +55,12 @@ def arguments(folder: Path, *overrides: str) -> list[str]:
         "model=tiny", "model.random_config.hidden_size=32", "model.random_config.intermediate_size=48", "loss=dpo",
         f"datasets=[{folder}/data]", f"local_dirs=[{folder}/runs]", f"data.cache_dir={folder}/tokens", "device=cpu",
         f"reference.cache_dir={folder}/reference", "data.num_workers=1", "wandb.enabled=false", "n_epochs=3",
-        "batch_size=4", "optimizer=AdamW", "lr=1e-3", "warmup_steps=3", "schedule=cosine", "minimum_log_interval_secs=0",
+        "batch_size=4", "optimizer=AdamW", "lr=1e-3", "warmup_steps=3", "schedule=cosine",
+        "minimum_log_interval_secs=0",
         "eval_every=12", "checkpoint.every=8", "checkpoint.formats=[state,policy]", "eval_batch_size=4",
         "n_eval_model_samples=2", "sampling.max_new_tokens=3"))
     values |= dict(value.split("=", 1) for value in overrides)
-    if "sft" in values["loss"] or values.get("loss.reference_free") == "true" or values.get("reference.mode") == "online":
+    if values["loss"] == "sft" or values.get("reference.mode") == "online":
         del values["reference.cache_dir"]
     if values.get("sample_during_eval") == "false":
         del values["n_eval_model_samples"], values["sampling.max_new_tokens"]

@@ -88,8 +88,8 @@ def test_movement_is_measured_in_low_precision_only():
 
 
 def test_weights_that_do_not_move_are_told_with_their_share(forge):
-    run = forge.run(*SHORT, "model.policy_dtype=bfloat16", "optimizer=SGD", "lr=1e-6", "n_epochs=4", "schedule=constant",
-                    f"local_run_dir={forge.folder}/still")
+    run = forge.run(*SHORT, "model.policy_dtype=bfloat16", "optimizer=SGD", "lr=1e-6", "n_epochs=4",
+                    "schedule=constant", f"local_run_dir={forge.folder}/still")
     assert re.search(r"Only 0\.\d% of the bfloat16 weights changed in the first 20 updates", run.text), run.text
 
 
@@ -102,7 +102,8 @@ compute = trainers.BasicTrainer.losses_and_metrics
 left = [{times}]
 def broken(self, split, batch):
     each, metrics = compute(self, split, batch)
-    if split == "train" and self.step_number >= 2 and self.world.rank == {rank} and batch is not self.idle_batch and left[0]:
+    here = self.world.rank == {rank} and batch is not self.idle_batch
+    if here and split == "train" and self.step_number >= 2 and left[0]:
         left[0] -= 1
         if {loss}:
             bad = torch.zeros(len(each)); bad[0] = float("nan")
@@ -199,5 +200,6 @@ def test_a_stalled_collective_names_the_rank_that_is_missing(forge, tmp_path):
 
 
 def test_trust_remote_code_is_said_aloud(forge, tmp_path):
-    run = forge.run(*SHORT, "n_epochs=null", "n_examples=4", "model.trust_remote_code=true", f"local_run_dir={tmp_path}/run")
+    run = forge.run(*SHORT, "n_epochs=null", "n_examples=4", "model.trust_remote_code=true",
+                    f"local_run_dir={tmp_path}/run")
     assert "model.trust_remote_code=true: code that comes with" in run.text

@@ -1,4 +1,4 @@
-"""A run that is stopped anywhere and resumed is the run that was never stopped: same weights, same lines, nothing left."""
+"""A run that is stopped anywhere and resumed is the run that was never stopped: same weights, same lines, no litter."""
 
 from __future__ import annotations
 
@@ -63,12 +63,14 @@ def killed_then_resumed(forge, place, settings, **kill):
 
 @pytest.mark.parametrize("settings, kills", [((), 6), (FSDP, 4)], ids=["BasicTrainer", "FSDPTrainer"])
 def test_killed_at_random_moments(forge, settings, kills):
-    counts = fault_runs.kill_and_resume(forge, settings, kills, seed=len(settings), ways=("time", "folder", "hook", "rank"))
+    counts = fault_runs.kill_and_resume(forge, settings, kills, seed=len(settings),
+                                        ways=("time", "folder", "hook", "rank"))
     assert not counts.wrong and counts.kills >= kills and counts.finished >= 1
 
 
-@pytest.mark.parametrize("optimizer", ["RMSprop", "SGD", "Adafactor"] + [pytest.param(name, marks=pytest.mark.slow) for name in (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "Rprop")])
+@pytest.mark.parametrize("optimizer", ["RMSprop", "SGD", "Adafactor"] + [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "Rprop")])
 def test_every_optimizer_goes_on_bitwise(forge, calm, place, optimizer):
     more = {"SGD": ("optimizer_kwargs.momentum=0.9",), "Adam": ("optimizer_kwargs.amsgrad=true",)}.get(optimizer, ())
     settings = (*SHORT, f"optimizer={optimizer}", *more)
@@ -145,7 +147,8 @@ def test_preemption_saves_and_is_requeued(forge, calm, place, settings, number, 
 
 
 def test_one_wish_signalled_twice_is_one_and_a_second_wish_ends_at_once(forge, place):
-    slow_save = SLOW_STEPS + "import checkpoints\ncheckpoints.hooks.append(lambda stage: stage == 'rng' and time.sleep(60))"
+    slow_save = SLOW_STEPS + ("import checkpoints\n"
+                              "checkpoints.hooks.append(lambda stage: stage == 'rng' and time.sleep(60))")
     run = forge.start(*SHORT, "checkpoint.every=1000", f"local_run_dir={place}", prepare=slow_save)
     run.wait_for(lambda: has_begun(run))
     os.kill(run.pid, signal.SIGTERM)
@@ -167,8 +170,9 @@ def test_ctrl_c_offers_the_command_to_go_on(forge, place):
     os.kill(run.pid, signal.SIGINT)
     assert run.wait() == 130
     command = run.text.split("To go on:  python train.py ")[1].splitlines()[0]
-    words = json.loads(subprocess.run(["bash", "-c", f"{sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "
-                                       + command], text=True, capture_output=True, check=True).stdout)
+    echo = f"{sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "
+    shown = subprocess.run(["bash", "-c", echo + command], text=True, capture_output=True, check=True)
+    words = json.loads(shown.stdout)
     run = forge.start(*words, plain=True)
     assert run.wait() == 0, run.text
     assert lines(place)[-1]["examples"] == 22
@@ -186,11 +190,13 @@ def slow(self, split, batch):
     return compute(self, split, batch)
 trainers.BasicTrainer.losses_and_metrics = slow
 """
-    settings = (*SHORT, "eval_batch_size=1", "n_eval_examples=null", "eval_every=16", "checkpoint.every=16", "batch_size=8")
+    settings = (*SHORT, "eval_batch_size=1", "n_eval_examples=null", "eval_every=16", "checkpoint.every=16",
+                "batch_size=8")
     # Six evaluation steps are fewer than those after which it asks, so the data are taken several times over.
     many = fault_runs.write_data(forge.folder / "many")
     rows = (many / "test.jsonl").read_text().splitlines()
-    (many / "test.jsonl").write_text("\n".join(row.replace("Of ", f"Of{'f' * n} ") for n in range(4) for row in rows) + "\n")
+    rows = [row.replace("Of ", f"Of{'f' * n} ") for n in range(4) for row in rows]
+    (many / "test.jsonl").write_text("\n".join(rows) + "\n")
     settings = (*settings, f"datasets=[{many}]")
     run = forge.start(*settings, f"local_run_dir={place}", prepare=slow_evaluation)
     run.wait_for(lambda: "evaluating" in run.text)
@@ -215,8 +221,8 @@ def test_torchrun_passes_the_signal_on(forge, calm, place):
     settings = (*SHORT, "trainer=FSDPTrainer", "n_epochs=200")
     words = fault_runs.arguments(forge.folder, *settings, f"local_run_dir={place}")
     process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone",
-                                str(ROOT / "train.py"), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=forge.folder)
+                                str(ROOT / "train.py"), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=forge.folder)
     deadline = time.monotonic() + 90
     while not (place / "LATEST").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -246,7 +252,8 @@ def test_longer_is_the_longer_run(forge, calm, place):
 def test_a_decay_fixes_the_length(forge, calm):
     done = calm(*SHORT, "schedule=linear")
     run = resume(forge, done, "n_epochs=2")
-    assert run.wait() == 2 and "n_epochs: 1 -> 2" in run.text and "schedule=linear decays over the whole run" in run.text
+    assert run.wait() == 2
+    assert "n_epochs: 1 -> 2" in run.text and "schedule=linear decays over the whole run" in run.text
 
 
 def test_a_finished_run_has_nothing_to_do(forge, place):
@@ -297,7 +304,8 @@ def test_other_data_or_another_reference_is_refused(forge, place, tmp_path):
         damaged = next((step / "state").glob("*.distcp"))
         damaged.write_bytes(damaged.read_bytes()[:-7])
     run = resume(forge, place)
-    assert run.wait() == 2 and "none of its checkpoints can be resumed from" in run.text and "bytes, its manifest says" in run.text
+    assert run.wait() == 2
+    assert "none of its checkpoints can be resumed from" in run.text and "bytes, its manifest says" in run.text
     assert lines(place), "and what is there stays"
 
 
@@ -364,7 +372,8 @@ checkpoints.hooks.append(disk)
 def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
+    if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root may mount a small disk")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
@@ -375,7 +384,8 @@ def test_a_full_disk_in_the_middle_of_a_save_costs_that_save_only(forge, calm, s
     folder = small_disk / "run"
     settings = (*SHORT, *placement, "checkpoint.formats=[state,policy]")
     run = forge.run(*settings, f"local_run_dir={folder}", prepare=DISK.format(path=str(small_disk), until=2))
-    assert "WAS NOT SAVED" in run.text and "disk is full" in run.text and "the last good checkpoint is step-8" in run.text
+    assert "WAS NOT SAVED" in run.text and "disk is full" in run.text
+    assert "the last good checkpoint is step-8" in run.text
     assert not differences(calm(*settings), folder) and not leftovers(folder)
 
 
