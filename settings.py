@@ -89,6 +89,8 @@ SCHEMA = {
     "local_run_dir": text("exactly this run folder", null=True),
     "resume": text("continue this run folder; auto: the newest run of the same name", null=True),
     "plan": flag("print the memory and time a run needs, and end"),
+    "plan_device_memory_gb": number("plan=true: memory of a device, 10^9 bytes; null: a visible one's", open=True,
+                                    null=True),
     "trainer": choice("placement", "BasicTrainer", "FSDPTrainer", "TensorParallelTrainer"),
     "device": text("cpu, cuda, cuda:1, mps; null: the best there is", null=True),
     "world_size": integer("processes, one a device; null: every visible device", 1, null=True),
@@ -221,10 +223,10 @@ EVAL_METRICS = {
 
 # A resumed run may change what is logged, saved and looked at, and how long it goes on; nothing that makes the weights.
 MAY_CHANGE_ON_RESUME = (
-    "resume", "plan", "exp_name", "local_dirs", "local_run_dir", "device", "world_size", "fsdp_port", "data.cache_dir",
-    "data.num_workers", "reference.cache_dir", "n_epochs", "n_examples", "eval_every", "eval_batch_size",
-    "n_eval_examples", "sample_during_eval", "n_eval_model_samples", "sampling.", "early_stopping.", "checkpoint.",
-    "minimum_log_interval_secs", "wandb.", "guards.", "tokens_per_microbatch",
+    "resume", "plan", "plan_device_memory_gb", "exp_name", "local_dirs", "local_run_dir", "device", "world_size",
+    "fsdp_port", "data.cache_dir", "data.num_workers", "reference.cache_dir", "n_epochs", "n_examples", "eval_every",
+    "eval_batch_size", "n_eval_examples", "sample_during_eval", "n_eval_model_samples", "sampling.", "early_stopping.",
+    "checkpoint.", "minimum_log_interval_secs", "wandb.", "guards.", "tokens_per_microbatch",
 )
 
 
@@ -558,6 +560,9 @@ def _check_run(flat: dict) -> None:
     if flat["gradient_accumulation_steps"] > flat["batch_size"]:
         raise ValueError(f"gradient_accumulation_steps={flat['gradient_accumulation_steps']} is more than "
                          f"batch_size={flat['batch_size']}: a pass needs an example at least")
+    if flat["plan_device_memory_gb"] is not None and not flat["plan"]:
+        raise ValueError(f"plan_device_memory_gb={show(flat['plan_device_memory_gb'])} is what a plan is made for: it "
+                         "needs plan=true")
     if not flat["local_dirs"]:
         raise ValueError("local_dirs is empty: name at least one folder for runs, such as local_dirs=[.cache]")
     formats, known = flat["checkpoint.formats"], ["state", "policy", "hf"]
