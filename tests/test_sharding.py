@@ -114,6 +114,14 @@ def test_options_of_a_tensor_parallel_run_do_not_change_it(folder, sharded, chan
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name, change", [
+    ("FSDP+TP", ["fsdp.cpu_offload=true"]), ("FSDP+TP", ["reference.mode=online"]), ("FSDP+TP", ["fsdp=no_shard"]),
+    ("FSDP+TP", ["tokens_per_microbatch=1"]), ("HYBRID_SHARD", ["reference.mode=online", "fsdp.cpu_offload=true"])], ids=str)
+def test_options_on_a_grid_of_ranks_do_not_change_it(folder, sharded, name, change):
+    assert_same_training(baseline(folder, *MODELS["neox"]), sharded(4, name, *change, model="neox")[0])
+
+
+@pytest.mark.slow
 def test_more_ranks_than_examples_in_a_step(folder, sharded):
     """26 pairs in steps of 4 end in one of 2, on four ranks."""
     plain = train(folder, *LLAMA, *STRONG, "batch_size=4")
