@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 import models
 import settings as schema
 from memory_trace import (
-    MANY_UNITS, PHASES, Shapes, Work, logits_bytes, model_without_content, optimizer_needs, parameter_shapes,
+    PHASES, Shapes, Work, logits_bytes, model_without_content, optimizer_needs, parameter_shapes,
     pass_peaks)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -276,11 +276,15 @@ def estimate(config, world_size: int | None = None, *, kind: str | None = None, 
         return held[worst], logits[worst], communication[worst]
 
     if filling and budget is None and capacity and unit.units > 1:
-        # As many units as fit: every unit adds the same.
-        room = 0.9 * USABLE * capacity - sum(lasting.values()) - ACCELERATOR_OVERHEAD
-        few, more = (sum(at_peak(dataclasses.replace(unit, units=n))) for n in (MANY_UNITS - 1, MANY_UNITS))
-        fitting = int((room - few) / max(more - few, 1.0)) + MANY_UNITS - 1
-        unit = dataclasses.replace(unit, units=max(1, min(unit.units, fitting)))
+        # As many units as fit; at small numbers of them another phase may be the highest, so by halving.
+        stays = 0 if sharded and config.fsdp.cpu_offload else sum(lasting.values())
+        room = 0.95 * USABLE * capacity - stays - ACCELERATOR_OVERHEAD
+        low, high = 1, unit.units + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            fitting = sum(at_peak(dataclasses.replace(unit, units=middle))) <= room
+            low, high = (middle, high) if fitting else (low, middle)
+        unit = dataclasses.replace(unit, units=low)
     activations, logits, buffers = at_peak(unit)
 
     if activations < 0:
@@ -369,8 +373,13 @@ def _advice(config, plan: Plan, settings) -> list[tuple[str, int, bool]]:
     changes: list[dict] = []
     if config.loss.name != "sft" and config.reference.mode == "online":
         changes.append({"reference.mode": "cached"})
-    if plan.work.units > 1:
-        changes.append({"tokens_per_microbatch": plan.work.unit_tokens})
+    tokens = plan.work.tokens
+    while tokens > plan.work.unit_tokens:
+        tokens = max(tokens // 2, plan.work.unit_tokens)
+        change = {"tokens_per_microbatch": tokens}
+        if tokens == plan.work.unit_tokens or _estimate_with(config, change, settings, plan).fits:
+            changes.append(change)
+            break
     if sharded and not config.model.fsdp_policy_mp and config.model.policy_dtype == "float32":
         changes.append({"model.fsdp_policy_mp": "bfloat16"})
     if int(config.activation_checkpointing) != 1:
