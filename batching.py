@@ -296,6 +296,18 @@ def _examples(units: list[Unit]) -> dict:
     }
 
 
+def widest_unit(mixture: Mixture, seed: int) -> Unit:
+    """A prompt group of several responses, for trying out whether a model can share a prompt."""
+    units = mixture.units(mixture.order(seed, 0, None)[:64])
+    # The longest row of several responses, so that an attention window is exceeded if any row of the run does.
+    unit = max(units, key=lambda unit: (len(unit.responses) > 1, unit.cost()))
+    if len(unit.responses) == 1 and len(units) > 1:
+        # SFT has one response a prompt; another prompt's answer does for a second branch.
+        other = next(u for u in units if u is not unit)
+        unit = Unit(unit.dataset, unit.group, unit.prompt, [unit.responses[0], other.responses[0]], [0, 1], [(0, 1)])
+    return unit
+
+
 @dataclass
 class Step:
     """One optimizer step: this rank's micro-batches (None where it has no units) and the step's size over all ranks."""

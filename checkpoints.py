@@ -29,6 +29,8 @@ import io
 import os
 import pickle
 import random
+import re
+import shlex
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -565,3 +567,14 @@ class Checkpointer:
                 group.update({key: value for key, value in was.items() if key not in ("names", *MACHINE_OPTIONS)})
         if "rng" in loaded:
             set_rng_state(loaded["rng"])
+
+
+def resume_command(run_dir, formats):
+    """What to paste into a shell to go on with a run that writes `formats`."""
+    value = str(run_dir)
+    if not re.fullmatch(r"[\w./@:+-]+", value):  # anything else has a meaning to Hydra
+        value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    words = ["python", "train.py", f"resume={value}"]
+    if "state" not in formats:
+        words.append(f"checkpoint.formats=[{','.join(['state', *formats])}]")
+    return shlex.join(words)

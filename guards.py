@@ -1,4 +1,5 @@
-"""What watches over a run: signals that ask it to stop, metrics that no longer get better, weights that do not move."""
+"""What watches over a run: signals that ask it to stop, metrics that no longer get better, weights that do not move, losses
+that are not finite, and ranks that do not come."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ import signal
 import sys
 import threading
 import time
-
 from collections.abc import Callable
 
 import torch
 
 from step_folders import metric_mode
+from utils import gather_objects
 
 # What a scheduler takes for "try again later" (EX_TEMPFAIL of sysexits.h): the job was preempted, its state is saved.
 PREEMPTED = 75
@@ -255,3 +256,32 @@ class Heartbeat:
             return "no sign of life"
         where = f" ({row['where']})" if row.get("where") else ""
         return f"{row['place']}{where}, update {row['update']}, last heard of {time.time() - row['time']:.0f} s ago"
+
+
+def offending_examples(seen: list, describe: Callable, world) -> tuple[list[dict], bool]:
+    """What made a step not finite, over all ranks.
+
+    Args:
+        seen: (micro-batch, losses [E] of its examples) of this rank; describe: (unit, pair) -> what to say of it.
+    Returns: the examples, and whether their losses show it; if only the gradient overflowed, any of the step's may have
+    done it, and all are returned.
+    """
+    bad = []
+    for batch, losses in seen:
+        examples = [(unit, pair) for unit in batch.units for pair in unit.pairs]
+        bad += [example for example, value in zip(examples, losses.tolist()) if not math.isfinite(value)]
+    in_loss = any(gather_objects(bool(bad), world))
+    if not in_loss:
+        bad = [(unit, pair) for batch, _ in seen for unit in batch.units for pair in unit.pairs]
+    rows = gather_objects([describe(unit, pair) for unit, pair in bad], world)
+    return [row for part in rows for row in part], in_loss
+
+
+def write_down(path: str, rows: list[dict], notice: Callable[[str], None]) -> None:
+    """Append rows to a JSON-lines file. Called on one rank alone, so it must not raise where the others do not."""
+    try:
+        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            for row in rows:
+                file.write(json.dumps(row) + "\n")
+    except OSError as problem:
+        notice(f"{path} could not be written ({problem.strerror}).")

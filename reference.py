@@ -1,6 +1,6 @@
-"""The reference model's log-probs, computed once and kept on disk under what they depend on.
+"""The frozen reference: a model beside the policy, or its log-probs, computed once and kept on disk.
 
-A file holds one float32 number a response of one tokenised data set; NaN means not computed yet. Its path is made of
+`Reference` is what the trainer asks. `ReferenceCache` keeps log-probs under what they depend on. A file holds one float32 number a response of one tokenised data set; NaN means not computed yet. Its path is made of
 the reference's weights, the precision of the computation, and the tokens: changing any of them leads to another file,
 and changing anything else (learning rate, beta, loss) to the same one, which a whole sweep then shares.
 """
@@ -19,6 +19,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from sampling import reshard
+from utils import all_reduce_sum, broadcast_object, gather_objects, get_local_dir
+
 MAGIC = b"reference log-probs 1\n"
 
 
@@ -28,8 +31,6 @@ def weights_digest(model: torch.nn.Module, world=None) -> str:
     Each weight's bits are read as an integer and summed, once as they are and once multiplied by their position;
     integer sums do not depend on order, so shards can be summed apart and then together.
     """
-    from utils import all_reduce_sum
-
     names, sums = [], []
     for name, parameter in sorted(model.named_parameters()):
         local, offsets = _local_part(parameter)
@@ -183,3 +184,112 @@ class ReferenceCache:
             if os.path.exists(temporary):
                 os.unlink(temporary)
             raise
+
+
+class Reference:
+    """The reference of a preference run.
+
+    Args:
+        config: the run's settings; policy: the model before its first update, which then is the reference.
+        place: dtype name -> a frozen model of its own, ready to score.
+        plans: by split ("train", "eval"), the steps whose responses need log-probs; None for a split without examples.
+        datasets: by split, the data sets in the order in which batches number them.
+        idle_batch: what a rank without work computes.
+
+    Attributes:
+        model: the reference itself with reference.mode=online, else None.
+        key: fingerprint of its weights and precision, for a resumed run to compare.
+    """
+
+    def __init__(self, config, policy, place: Callable, plans: dict, datasets: dict, idle_batch, reporter, world):
+        self.config, self.policy, self.place, self.plans, self.datasets = config, policy, place, plans, datasets
+        self.idle_batch, self.reporter, self.world = idle_batch, reporter, world
+        self.device = torch.device(world.device)
+        self.model: torch.nn.Module | None = None
+        self._cache: ReferenceCache | None = None
+        dtype = config.model.reference_dtype or config.model.policy_dtype
+        self.key = f"{weights_digest(policy, world)}-{dtype}-{config.model.fsdp_policy_mp or dtype}"
+        if config.reference.mode == "online":
+            self.model = place(dtype)
+            return
+        folder = config.reference.cache_dir or os.path.join(get_local_dir(config.local_dirs), "reference")
+        self._cache = ReferenceCache(folder, self.key, datasets, reporter.notice, writer=world.is_main)
+        # What one rank found on disk is what all ranks go by: their decisions below must agree.
+        self._cache.values = broadcast_object(self._cache.values, world)
+        self._scorer = None if dtype != config.model.policy_dtype else policy
+        self._dtype = dtype
+        self._check()
+        for split in ("eval", "train"):
+            if plans[split] is not None:
+                self._fill(split, plans[split])
+        self._scorer = None  # a model of its own is freed
+
+    def logps(self, split: str, batch) -> torch.Tensor:
+        """Log-probs [K] of a micro-batch's responses, on the device."""
+        if self.model is not None:
+            with torch.no_grad():
+                return self.model.response_logps(batch)
+        if batch is self.idle_batch:
+            return torch.zeros(len(batch.lengths), device=self.device)
+        found = self._cache.lookup(split, batch.keys)
+        return (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
+
+    @torch.no_grad()
+    def _score(self, batch) -> torch.Tensor:
+        if self._scorer is None:
+            # The policy is the reference before its first update; only another precision needs a model of its own.
+            self._scorer = self.place(self._dtype)
+        return self._scorer.response_logps(self.idle_batch if batch is None else batch.to(self.device))
+
+    def _check(self) -> None:
+        """Rescore the first step with cached values; a cache that disagrees is not used."""
+        for split, plan in self.plans.items():
+            if plan is None or not self._cache.has(split, step_keys(plan, 0)):
+                continue
+            worst = 0.0
+            for batch in plan.step(0).micro_batches[:1]:
+                found = self._score(batch).cpu()
+                if batch is not None:
+                    kept = self._cache.lookup(split, batch.keys)
+                    worst = ((found - kept).abs() / kept.abs().clamp(min=1.0)).max().item()
+            reshard(self._scorer)
+            worst = max(gather_objects(worst, self.world))
+            exact = self._dtype == "float32" and not self.config.model.fsdp_policy_mp
+            if not worst < (1e-3 if exact else 5e-2):
+                self.reporter.notice(f"Cached reference log-probs are off by {worst:.1e}: computing them anew.")
+                self._cache.forget()
+            return
+
+    def _fill(self, split: str, plan) -> None:
+        """Compute what is missing, in the very micro-batches of the run, so that step 0 has a margin of exactly 0."""
+        # After the first epoch there are new examples only where a data set is seen in part.
+        steps = plan.n_steps if any(weight % 1 for weight in plan.mixture.weights) else plan.steps_per_epoch
+        missing = [step for step in range(min(plan.n_steps, steps)) if not self._cache.has(split, step_keys(plan, step))]
+        if not missing:
+            return
+        saved = time.monotonic()
+        with self.reporter.progress(len(missing), f"reference, {split}", "steps") as bar:
+            for number in missing:
+                found = [(batch, self._score(batch)) for batch in plan.step(number).micro_batches]
+                found = [(batch.keys, logps.tolist()) for batch, logps in found if batch is not None]
+                for keys, values in (pair for part in gather_objects(found, self.world) for pair in part):
+                    self._require_finite(split, keys, values)
+                    self._cache.store(split, keys, values)
+                bar.update(1)
+                if time.monotonic() - saved > 60:  # an interrupted run goes on from here
+                    self._cache.save()
+                    saved = time.monotonic()
+        self._cache.save()
+        reshard(self._scorer)
+
+    def _require_finite(self, split: str, keys, values) -> None:
+        for (dataset, response), value in zip(keys, values):
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"The reference gives response {response} of {self.datasets[split][dataset].name} ({split}) the "
+                    f"log-prob {value}. Use model.reference_dtype=float32, or look at the model's weights.")
+
+
+def step_keys(plan, step: int) -> list[tuple[int, int]]:
+    """(data set, response id) of all responses of a step, over all ranks."""
+    return [(unit.dataset, response) for unit in plan.mixture.units(plan.numbers(step)) for response in unit.response_ids]

@@ -7,13 +7,9 @@ the same, and tests hold them to it.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
-import shlex
 import time
-from collections import defaultdict
 from functools import partial
 
 import numpy as np
@@ -23,21 +19,18 @@ import launch
 import losses
 import models
 import scoring
-from batching import MicroBatch, Mixture, Step, StepPlan, Unit, pack, pad
-from checkpoints import Checkpointer
-from guards import EarlyStop, Heartbeat, MovementWatch, SignalWatch
+from batching import MicroBatch, Mixture, Step, StepPlan, Unit, pack, pad, widest_unit
+from checkpoints import Checkpointer, resume_command
+from guards import EarlyStop, Heartbeat, MovementWatch, SignalWatch, offending_examples, write_down
 from losses import preference_loss  # noqa: F401  (part of this module's public face)
-from reference import ReferenceCache, weights_digest
-from reporting import Reporter
+from metrics import PREFERENCE_METRICS, SFT_METRICS, MetricSums, preference_columns, sft_columns
+from reference import Reference
+from reporting import Meter, Reporter
 from sampling import generate_samples, reshard
 from tokenization import load_tokenized
-from utils import World, all_reduce_sum, broadcast_object, check_same, gather_objects, get_local_dir, seed_everything
+from utils import World, all_reduce_sum, broadcast_object, check_same, gather_objects, seed_everything
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What is summed over examples, in the order of the columns of a metric matrix; `{}` becomes train or eval.
-PREFERENCE_METRICS = ("loss/{}", "rewards_{}/chosen", "rewards_{}/rejected", "rewards_{}/accuracies", "rewards_{}/margins",
-                      "logps_{}/chosen", "logps_{}/rejected", "lengths_{}/chosen", "lengths_{}/rejected")
-SFT_METRICS = ("loss/{}", "logps_{}/chosen", "lengths_{}/chosen")
 
 
 def run(config, run_dir: str, world: World) -> float | None:
@@ -72,7 +65,6 @@ class BasicTrainer:
         self.config, self.run_dir, self.world = config, run_dir, world
         self.device = torch.device(world.device)
         self.sft = config.loss.name == "sft"
-        self.metric_names = SFT_METRICS if self.sft else PREFERENCE_METRICS
         # Ranks that take different examples; ranks of one tensor-parallel group share theirs.
         self.data_rank, self.data_ranks = 0, 1
         seed_everything(config.seed)
@@ -88,6 +80,7 @@ class BasicTrainer:
         self.evaluated_at: int | None = None  # the step before which the last evaluation, and the last save, were made
         self.saved_at: int | None = None
         self.last_eval: dict[str, float] = {}
+        self.reference_samples: list[str] | None = None
         self.last_save, self.seconds_since_save = time.monotonic(), 0.0
         self.stop_wanted = False  # a signal came, on any rank
         self.signals = SignalWatch(on_first=launch.hold_on)  # the parent then gives the time that a save takes
@@ -166,7 +159,7 @@ class BasicTrainer:
         self.policy = self.place(DTYPES[config.model.policy_dtype])
         self._report_model()
         train = Mixture(self.datasets["train"], self._weights())
-        self.kernel, whole = self.choose_attention(self._widest_unit(train))
+        self.kernel, whole = self.choose_attention(widest_unit(train, config.seed))
         scoring.use_attention(self.policy, self.kernel, whole)
         self.whole_forward = whole
         self.share_prefix = config.prefix_sharing and self.kernel != "plain"
@@ -190,8 +183,21 @@ class BasicTrainer:
         self.reporter.total_examples = self.plan.n_examples
         self.optimizer = self._make_optimizer()
         self.heartbeat.at("computing the reference's log-probs", 0, patient=True)
-        self._prepare_reference()
+        self.reference = self._make_reference()
         self._resume()
+
+    def _make_reference(self) -> Reference | None:
+        """What policy log-probs are compared with; None where the loss asks for none."""
+        if self.sft or self.config.loss.get("reference_free"):
+            return None
+
+        def place(dtype: str) -> torch.nn.Module:
+            model = self.place(DTYPES[dtype], frozen=True)
+            scoring.use_attention(model, self.kernel, self.whole_forward)
+            return model
+
+        return Reference(self.config, self.policy, place, {"train": self.plan, "eval": self.eval_plan}, self.datasets,
+                         self.idle_batch, self.reporter, self.world)
 
     def _check_loss(self) -> None:
         """The loss's settings against what its function takes: it may have been added with no more than a yaml."""
@@ -217,17 +223,6 @@ class BasicTrainer:
     def _weights(self) -> list[float]:
         weights = self.config.data.weights
         return [float(weights.get(name, 1.0)) for name in self.config.datasets]
-
-    def _widest_unit(self, mixture: Mixture) -> Unit:
-        """A prompt group of several responses, for the self-check of prefix sharing."""
-        units = mixture.units(mixture.order(self.config.seed, 0, None)[:64])
-        # The longest row of several responses, so that an attention window is exceeded if any row of the run does.
-        unit = max(units, key=lambda unit: (len(unit.responses) > 1, unit.cost()))
-        if len(unit.responses) == 1 and len(units) > 1:
-            # SFT has one response a prompt; another prompt's answer does for a second branch.
-            other = next(u for u in units if u is not unit)
-            unit = Unit(unit.dataset, unit.group, unit.prompt, [unit.responses[0], other.responses[0]], [0, 1], [(0, 1)])
-        return unit
 
     def _token_budget(self) -> int:
         wanted = self.config.tokens_per_microbatch
@@ -267,165 +262,34 @@ class BasicTrainer:
         done = (step - warm) / max(1, self.plan.n_steps - warm)
         return rate * (1 - done if self.config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
 
-    # ---- Reference ------------------------------------------------------------------------------------------------
-
-    def _prepare_reference(self) -> None:
-        """Reference log-probs of all that will be trained on and evaluated, or the model that computes them."""
-        config = self.config
-        self.reference: torch.nn.Module | None = None
-        self.cache: ReferenceCache | None = None
-        self.reference_samples: list[str] | None = None
-        self.reference_key: str | None = None  # what the reference is, for a resumed run to compare
-        if self.sft:
-            return
-        dtype = config.model.reference_dtype or config.model.policy_dtype
-        own_model = config.reference.mode == "online" or dtype != config.model.policy_dtype
-        if config.loss.get("reference_free"):
-            return
-        precision = f"{dtype}-{config.model.fsdp_policy_mp or dtype}"
-        key = self.reference_key = f"{weights_digest(self.policy, self._digest_world())}-{precision}"
-        if config.reference.mode == "online":
-            self.reference = self._place_reference(dtype)
-            return
-        folder = config.reference.cache_dir or os.path.join(get_local_dir(config.local_dirs), "reference")
-        self.cache = ReferenceCache(folder, key, self.datasets, self.notice, writer=self.world.is_main)
-        # What one rank found on disk is what all ranks go by: their decisions below must agree.
-        self.cache.values = broadcast_object(self.cache.values, self.world)
-        model = None
-
-        def reference_model():
-            nonlocal model
-            if model is None:
-                # At the start the policy is the reference; a model of its own is needed for another precision only.
-                model = self._place_reference(dtype) if own_model else self.policy
-            return model
-
-        self._check_cache(reference_model)
-        for split, plan in (("eval", self.eval_plan), ("train", self.plan)):
-            if plan is not None:
-                self._fill_cache(split, plan, reference_model)
-        self.after_forwards()
-
-    def _digest_world(self) -> World:
-        return self.world
-
-    def _place_reference(self, dtype: str) -> torch.nn.Module:
-        model = self.place(DTYPES[dtype], frozen=True)
-        scoring.use_attention(model, self.kernel, self.whole_forward)
-        return model
-
-    @torch.no_grad()
-    def _check_cache(self, reference_model) -> None:
-        """Rescore the first step with cached values; a cache that disagrees is not used."""
-        for split, plan in (("train", self.plan), ("eval", self.eval_plan)):
-            if plan is None or not self.cache.has(split, self._keys(plan, 0)):
-                continue
-            worst = 0.0
-            for batch in plan.step(0).micro_batches[:1]:
-                found = reference_model().response_logps((batch.to(self.device) if batch else self.idle_batch)).cpu()
-                if batch is not None:
-                    kept = self.cache.lookup(split, batch.keys)
-                    worst = ((found - kept).abs() / kept.abs().clamp(min=1.0)).max().item()
-            self.after_forwards()
-            worst = max(gather_objects(worst, self.world))
-            exact = self.config.model.policy_dtype == "float32" and not self.config.model.fsdp_policy_mp
-            if not worst < (1e-3 if exact else 5e-2):
-                self.notice(f"Cached reference log-probs are off by {worst:.1e}: computing them anew.")
-                self.cache.forget()
-            return
-
-    def _keys(self, plan: StepPlan, step: int) -> list[tuple[int, int]]:
-        """Responses of a step over all ranks."""
-        units = plan.mixture.units(plan.numbers(step))
-        return [(unit.dataset, response) for unit in units for response in unit.response_ids]
-
-    @torch.no_grad()
-    def _fill_cache(self, split: str, plan: StepPlan, reference_model) -> None:
-        """Compute what is missing, in the very micro-batches of the run, so that step 0 has a margin of exactly 0."""
-        missing = [step for step in range(min(plan.n_steps, plan.steps_per_epoch))
-                   if not self.cache.has(split, self._keys(plan, step))]
-        # Only fractional weights take other examples in later epochs.
-        later = range(plan.steps_per_epoch, plan.n_steps)
-        if any(weight % 1 for weight in plan.mixture.weights):
-            missing += [step for step in later if not self.cache.has(split, self._keys(plan, step))]
-        if not missing:
-            return
-        saved = time.monotonic()
-        with self.reporter.progress(len(missing), f"reference, {split}", "steps") as bar:
-            for count, number in enumerate(missing, start=1):
-                found = []
-                for batch in plan.step(number).micro_batches:
-                    logps = reference_model().response_logps((batch.to(self.device) if batch else self.idle_batch))
-                    if batch is not None:
-                        found.append((batch.keys, logps))
-                found = [(keys, logps.tolist()) for keys, logps in found]
-                for keys, values in (pair for part in gather_objects(found, self.world) for pair in part):
-                    self._require_finite_reference(split, keys, values)
-                    self.cache.store(split, keys, values)
-                bar.update(1)
-                if time.monotonic() - saved > 60:
-                    self.cache.save()
-                    saved = time.monotonic()
-        self.cache.save()
-
-    def _require_finite_reference(self, split, keys, values) -> None:
-        for (dataset, response), value in zip(keys, values):
-            if not math.isfinite(value):
-                raise FloatingPointError(
-                    f"The reference gives response {response} of {self.datasets[split][dataset].name} ({split}) the "
-                    f"log-prob {value}. Use model.reference_dtype=float32, or look at the model's weights.")
-
-    def reference_logps(self, split: str, batch: MicroBatch) -> torch.Tensor | None:
-        """Reference log-probs [K] of a micro-batch's responses on the device; None for SFT."""
-        if self.sft:
-            return None
-        if self.reference is not None:
-            with torch.no_grad():
-                return self.reference.response_logps(batch)
-        if self.cache is not None and batch is not self.idle_batch:
-            return self.cache.lookup(split, batch.keys).to(self.device, non_blocking=True)
-        return torch.zeros(len(batch.lengths), device=self.device)
-
     # ---- One step -------------------------------------------------------------------------------------------------
 
     def losses_and_metrics(self, split: str, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses [E] with gradient, and the metric matrix [E, len(metric_names)] without."""
+        """Losses [E] with gradient, and the metric matrix [E, columns] (metrics.py) without."""
         logps = self.policy.response_logps(batch)
         chosen, rejected = batch.pairs[:, 0], batch.pairs[:, 1]
         if self.sft:
             each = losses.sft(logps[chosen])
-            columns = [each, logps[chosen], batch.lengths[chosen]]
-        else:
-            reference = self.reference_logps(split, batch)
-            pairs = losses.PairLogps(logps[chosen], logps[rejected], reference[chosen], reference[rejected],
-                                     batch.lengths[chosen], batch.lengths[rejected])
-            each, chosen_rewards, rejected_rewards = self.loss_function(pairs)
-            columns = [each, chosen_rewards, rejected_rewards,
-                       losses.reward_accuracies(chosen_rewards, rejected_rewards), chosen_rewards - rejected_rewards,
-                       logps[chosen], logps[rejected], batch.lengths[chosen], batch.lengths[rejected]]
-        return each, torch.stack([column.detach().float() for column in columns], dim=1)
+            return each, sft_columns(each, logps[chosen], batch.lengths[chosen])
+        reference = self.reference.logps(split, batch) if self.reference else torch.zeros_like(logps)
+        pairs = losses.PairLogps(logps[chosen], logps[rejected], reference[chosen], reference[rejected],
+                                 batch.lengths[chosen], batch.lengths[rejected])
+        each, chosen_rewards, rejected_rewards = self.loss_function(pairs)
+        return each, preference_columns(each, pairs, chosen_rewards, rejected_rewards)
 
     @property
     def loss_function(self):
         settings = {key: value for key, value in self.config.loss.items() if key != "name"}
         return partial(losses.LOSSES[self.config.loss.name], **settings)
 
-    def _sums(self, split: str) -> torch.Tensor:
-        """Zeros [data sets, metrics + 1] to add an evaluation's or a step's metrics into; the last column counts."""
-        return torch.zeros(len(self.datasets[split]), len(self.metric_names) + 1, device=self.device,
-                           dtype=torch.float32 if self.device.type == "mps" else torch.float64)
+    def _metric_sums(self, split: str) -> MetricSums:
+        return MetricSums(split, self.datasets[split], SFT_METRICS if self.sft else PREFERENCE_METRICS, self.device)
 
-    def _add(self, sums: torch.Tensor, batch: MicroBatch, metrics: torch.Tensor) -> None:
-        rows = torch.cat([metrics, torch.ones_like(metrics[:, :1])], dim=1).to(sums.dtype)
-        # A product with a one-hot matrix adds in a fixed order, which index_add on a GPU would not.
-        members = torch.nn.functional.one_hot(batch.datasets, len(sums)).to(sums.dtype)
-        sums += members.T @ rows
-
-    def _gradients(self, step: Step) -> tuple[torch.Tensor, list[tuple[MicroBatch, torch.Tensor]]]:
+    def _gradients(self, step: Step) -> tuple[MetricSums, list[tuple[MicroBatch, torch.Tensor]]]:
         """Gradients of a step, summed over its micro-batches. Returns the metric sums of this rank, and each
         micro-batch with its examples' losses.
         """
-        sums = self._sums("train")
+        sums = self._metric_sums("train")
         seen: list[tuple[MicroBatch, torch.Tensor]] = []
         for index, batch in enumerate(step.micro_batches):
             self.heartbeat.at(f"in pass {index + 1} of {len(step.micro_batches)} of a step", self.updates)
@@ -438,7 +302,7 @@ class BasicTrainer:
             each, metrics = self.losses_and_metrics("train", batch)
             # Placements average gradients over data ranks; this makes every example of the step weigh the same.
             (each.sum() * (self.data_ranks * self.loss_scale / step.n_examples)).backward()
-            self._add(sums, batch, metrics)
+            sums.add(batch, metrics)
             seen.append((batch, metrics[:, 0]))
         return sums, seen
 
@@ -490,9 +354,9 @@ class BasicTrainer:
         self.heartbeat.at("summing gradients", self.updates)
         norm = self.clip_gradients()
         # What the ranks must agree on travels with the metrics: whether a signal came, and rank 0's clock.
-        wishes = torch.zeros(len(sums), 1, dtype=sums.dtype, device=sums.device)
-        wishes[0, 0] = float(self.signals.received is not None)
-        total = self.reduce(torch.cat([sums, wishes], dim=1))
+        wishes = torch.zeros_like(sums.sums[:, :1])
+        wishes[0] = float(self.signals.received is not None)
+        total = self.reduce(torch.cat([sums.sums, wishes], dim=1))
         values = torch.cat([total.flatten(), norm.reshape(1).to(total.dtype)]).cpu()  # the step's one host sync
         total, norm = values[:-1].reshape(total.shape), values[-1].item()
         total, stop = total[:, :-1], total[0, -1].item()
@@ -505,13 +369,13 @@ class BasicTrainer:
             return self.train_step(step)  # again, so that its examples are not lost
         if not (math.isfinite(norm) and torch.isfinite(total).all()):
             self.optimizer.zero_grad(set_to_none=True)
-            self._non_finite(step, seen, norm)
+            self._non_finite(seen, norm)
             return None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         self._after_update()
-        result = self._by_name(total, "train")
+        result = sums.by_name(total)
         result["grad_norm"] = (norm, 1.0)
         result["learning_rate"] = (rate, 1.0)
         return result
@@ -542,53 +406,24 @@ class BasicTrainer:
         """Sum over the ranks that take different examples."""
         return all_reduce_sum(sums, self.world) if self.world.size > 1 else sums
 
-    def _by_name(self, total: torch.Tensor, split: str) -> dict[str, tuple[float, float]]:
-        """Metric name -> (sum, count) of all data sets together and, if there are several, of each."""
-        named = {}
-        parts = [("", total.sum(0))]
-        if len(total) > 1:
-            parts += [(f"/{dataset.name}", row) for dataset, row in zip(self.datasets[split], total)]
-        for suffix, row in parts:
-            count = row[-1].item()
-            for name, value in zip(self.metric_names, row[:-1].tolist()):
-                if count:
-                    named[name.format(split) + suffix] = (value, count)
-        return named
-
-    def _non_finite(self, step: Step, seen: list[tuple[MicroBatch, torch.Tensor]], norm: float) -> None:
+    def _non_finite(self, seen: list[tuple[MicroBatch, torch.Tensor]], norm: float) -> None:
         """Name the examples, write them down, and stop or go on as `guards` say."""
-        bad = []
-        for batch, each in seen:
-            examples = [(unit, pair) for unit in batch.units for pair in unit.pairs]
-            bad += [example for example, value in zip(examples, each.tolist()) if not math.isfinite(value)]
-        named_by_loss = any(gather_objects(bool(bad), self.world))
-        if not named_by_loss:  # only the gradient overflowed: it can be any of the step's
-            bad = [(unit, pair) for batch, _ in seen for unit in batch.units for pair in unit.pairs]
-        rows = [self._describe(unit, pair) for unit, pair in bad]
-        rows = [row for part in gather_objects(rows, self.world) for row in part]
+        settings = self.config.guards
         self.skipped += 1
-        what = "loss" if named_by_loss else f"gradient (norm {norm})"
+        rows, in_loss = offending_examples(seen, self._describe, self.world)
+        what = "loss" if in_loss else f"gradient (norm {norm})"
         names = ", ".join(f"{row['dataset']} row {row['row']}" for row in rows[:5]) + (" ..." if len(rows) > 5 else "")
-        message = f"The {what} of update {self.updates + 1} is not finite: {names}. The optimizer did not step."
-        message += f" Texts: {self._write_down(rows)}."
-        if self.config.guards.on_nonfinite == "skip" and self.skipped <= self.config.guards.max_nonfinite_steps:
-            self.notice(f"{message} Skipped ({self.skipped} of at most {self.config.guards.max_nonfinite_steps}).")
+        path = os.path.join(self.run_dir, "nonfinite.jsonl")
+        message = (f"The {what} of update {self.updates + 1} is not finite: {names}. The optimizer did not step. "
+                   f"Texts: {path}.")
+        if self.world.is_main:
+            write_down(path, [{"examples": self.examples, "updates": self.updates, **row} for row in rows], self.notice)
+        if settings.on_nonfinite == "skip" and self.skipped <= settings.max_nonfinite_steps:
+            self.notice(f"{message} Skipped ({self.skipped} of at most {settings.max_nonfinite_steps}).")
             return
         raise FloatingPointError(
             f"{message} Look at these rows, lower lr, use float32, or set guards.on_nonfinite=skip "
             "guards.max_nonfinite_steps=N to go on without such steps.")
-
-    def _write_down(self, rows: list[dict]) -> str:
-        """Keep the texts of examples that broke a step; returns the file's path."""
-        path = os.path.join(self.run_dir, "nonfinite.jsonl")
-        if self.world.is_main:
-            try:
-                with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-                    for row in rows:
-                        file.write(json.dumps({"examples": self.examples, "updates": self.updates, **row}) + "\n")
-            except OSError as problem:  # on this rank alone, so it must not raise
-                self.notice(f"{path} could not be written ({problem.strerror}).")
-        return path
 
     def _describe(self, unit: Unit, pair: tuple[int, int]) -> dict:
         dataset = self.datasets["train"][unit.dataset]
@@ -604,7 +439,7 @@ class BasicTrainer:
         """Metrics of the held-out examples, and samples if asked for; reported and returned. None if a signal came."""
         if self.eval_plan is None:
             return {}
-        sums = self._sums("eval")
+        sums = self._metric_sums("eval")
         with self.reporter.progress(self.eval_plan.n_examples, "evaluation", self.unit_name) as bar:
             for step in self.eval_plan.steps():
                 for batch in step.micro_batches:
@@ -613,14 +448,14 @@ class BasicTrainer:
                         continue
                     batch = batch.to(self.device)
                     _, metrics = self.losses_and_metrics("eval", batch)
-                    self._add(sums, batch, metrics)
+                    sums.add(batch, metrics)
                 bar.update(step.n_examples)
                 self.heartbeat.at("in an evaluation", self.updates)
                 if step.number % 8 == 7 and self._signalled():  # a preempted job's time is short
                     self.after_forwards()
                     return None
         self.after_forwards()
-        metrics = {name: value / count for name, (value, count) in self._by_name(self.reduce(sums).cpu(), "eval").items()}
+        metrics = {name: value / count for name, (value, count) in sums.by_name(self.reduce(sums.sums).cpu()).items()}
         self.reporter.log(metrics, self.examples, self.updates)
         if self.config.sample_during_eval:
             self._sample()
@@ -648,8 +483,8 @@ class BasicTrainer:
             policy = write(self.policy)
             bar.update(1)
             if self.reference_samples is None:
-                if self.reference is not None:
-                    self.reference_samples = write(self.reference)
+                if self.reference is not None and self.reference.model is not None:
+                    self.reference_samples = write(self.reference.model)
                 elif self.updates == 0:
                     self.reference_samples = policy  # nothing was learnt yet: the policy is the reference
                 bar.update(1)
@@ -674,7 +509,7 @@ class BasicTrainer:
         meter = Meter(self)
         self.signals.deferred = True  # from here on there is something to save
         with self.reporter.progress(plan.n_examples, "training", self.unit_name, initial=self.examples) as bar:
-            if self.step_number == 0 and config.sample_during_eval and not config.do_first_eval and self.cache is not None:
+            if self.step_number == 0 and config.sample_during_eval and not config.do_first_eval and self._samples_cannot_wait:
                 self._sample()  # the reference's samples can only be had while the policy still is the reference
             for step in plan.steps(self.step_number):
                 if self._between_steps(meter):
@@ -692,8 +527,13 @@ class BasicTrainer:
             self.notice(f"The best checkpoint by {self.checkpointer.best_metric} is {best}.")
         if problem:
             raise OSError(f"The run's last checkpoint could not be written, so what was learnt since the one before is "
-                          f"lost ({problem}). Mend this; to do it again:  {self.resume_command()}")
+                          f"lost ({problem}). Mend this; to do it again:  {resume_command(self.run_dir, self.config.checkpoint.formats)}")
         return self.last_eval.get("loss/eval")
+
+    @property
+    def _samples_cannot_wait(self) -> bool:
+        """Whether the reference lives only in the policy before its first update."""
+        return self.reference is not None and self.reference.model is None and self.eval_plan is not None
 
     @property
     def unit_name(self) -> str:
@@ -745,19 +585,8 @@ class BasicTrainer:
                         + (" in debug mode." if self.config.debug else " before the first step."))
         else:
             self.notice(f"Stopped by a signal at {self.examples:,} examples; the state is "
-                        f"{'saved' if saved else 'NOT saved'}. To go on:  {self.resume_command()}")
+                        f"{'saved' if saved else 'NOT saved'}. To go on:  {resume_command(self.run_dir, self.config.checkpoint.formats)}")
         raise SystemExit(self.signals.exit_code)
-
-    def resume_command(self) -> str:
-        """What to paste into a shell to go on with this run."""
-        value = self.run_dir
-        if not re.fullmatch(r"[\w./@:+-]+", value):  # anything else has a meaning to Hydra
-            value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-        words = ["python", "train.py", f"resume={value}"]
-        formats = list(self.config.checkpoint.formats)
-        if "state" not in formats:
-            words.append(f"checkpoint.formats=[{','.join(['state', *formats])}]")
-        return shlex.join(words)
 
     # ---- Saving and resuming --------------------------------------------------------------------------------------
 
@@ -792,7 +621,7 @@ class BasicTrainer:
     def _identity(self) -> dict[str, list | str | None]:
         """What must be the same for a resumed run to be the same run, beside its settings."""
         keys = {f"the {split} data": [dataset.key for dataset in datasets] for split, datasets in self.datasets.items()}
-        return {**keys, "the reference model": self.reference_key}
+        return {**keys, "the reference model": self.reference.key if self.reference else None}
 
     def _find_checkpoint(self) -> None:
         """The checkpoint to resume from, and what is needed of it before there is a model."""
@@ -837,61 +666,6 @@ class BasicTrainer:
         self.early_stop.load_state(state["early_stop"])
         self.movement = MovementWatch(self.policy, after=max(0, MovementWatch.UPDATES - self.updates))
         self.notice(f"Resumed from {self.resume_from} at {self.examples:,} examples.")
-
-
-class Meter:
-    """Averages of all steps since the last log line, and the rates beside them."""
-
-    def __init__(self, trainer: BasicTrainer):
-        self.trainer, self.interval = trainer, trainer.config.minimum_log_interval_secs
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what was gathered and start the clock: called after work that is not training."""
-        self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self.tokens = self.examples = 0
-        self.started = time.monotonic()
-
-    def add(self, metrics: dict[str, tuple[float, float]] | None, step: Step) -> None:
-        """Take in a step, and log if the interval has passed."""
-        for name, (value, count) in (metrics or {}).items():
-            self.sums[name][0] += value
-            self.sums[name][1] += count
-        self.tokens += sum(batch.n_tokens for batch in step.micro_batches if batch is not None)
-        self.examples += step.n_examples
-        if time.monotonic() - self.started >= self.interval:
-            self.flush()
-
-    def rates(self) -> dict[str, float]:
-        seconds = max(time.monotonic() - self.started, 1e-9)
-        return {"tokens_per_second": self.tokens * self.trainer.data_ranks / seconds}
-
-    def flush(self) -> None:
-        """Log the averages of what was gathered, if anything was."""
-        if not self.examples:
-            return
-        seconds = max(time.monotonic() - self.started, 1e-9)
-        metrics = {name: value / count for name, (value, count) in self.sums.items() if count}
-        metrics["examples_per_second"] = self.examples / seconds
-        metrics["tokens_per_second"] = self.tokens * self.trainer.data_ranks / seconds
-        metrics["memory/peak_gb"] = peak_memory(self.trainer.device) / 1e9
-        metrics["counters/examples"] = self.trainer.examples
-        metrics["counters/updates"] = self.trainer.updates
-        self.trainer.reporter.log(metrics, self.trainer.examples, self.trainer.updates)
-        self.restart()
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes in use so far: of the accelerator's allocator, or resident in this process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class FSDPTrainer(BasicTrainer):
@@ -947,7 +721,7 @@ class FSDPTrainer(BasicTrainer):
 
     def after_forwards(self) -> None:
         # The root keeps its parameters whole after a forward pass, expecting a backward pass that does not come.
-        for model in (self.policy, self.reference):
+        for model in (self.policy, self.reference.model if self.reference else None):
             if model is not None:
                 reshard(model)
 

@@ -231,3 +231,17 @@ def read_json_lines(path: str) -> list[dict]:
     except OSError:
         pass
     return rows
+
+
+def peak_memory(device) -> int:
+    """Most bytes in use so far: of the accelerator's allocator, or resident in this process on CPU."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -61,14 +61,15 @@ def ours(job: dict) -> dict:
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(job, folder)
-        prepare_reference, spent = trainer._prepare_reference, []
+        make_reference, spent = trainer._make_reference, []
 
         def timed():
             start = clock(torch)
-            prepare_reference()
+            reference = make_reference()
             spent.append(clock(torch) - start)
+            return reference
 
-        trainer._prepare_reference = timed
+        trainer._make_reference = timed
         trainer.prepare()
         if job.get("pairwise"):
             share_over_pairs_only(trainer.plan.mixture)
@@ -132,7 +133,7 @@ def textbook(job: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(job, folder)
         trainer.choose_attention = lambda unit: ("plain", True)
-        trainer._prepare_reference = lambda: None
+        trainer._make_reference = lambda: None
         trainer.prepare()
         policy, device, sft = trainer.policy, trainer.device, trainer.sft
         reference = None
