@@ -160,6 +160,13 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     if layout.kernel == "flex" and softcap is None and s_aux is None:
         return _flex(query, key, value, layout, scaling, sliding_window).transpose(1, 2).contiguous(), None
 
+    return _attend_trees(query, key, value, layout, scaling, sliding_window, softcap, s_aux), None
+
+
+# Its pieces differ from row to row: a compiled block would be compiled anew for each, so it steps out of the graph here.
+@torch.compiler.disable
+def _attend_trees(query, key, value, layout, scaling, sliding_window, softcap, s_aux) -> torch.Tensor:
+    """Attention of each prompt to itself and of each response to its prompt and itself; [1, T, H, D]."""
     key, value = _repeat_heads(query, key, value)
     # One split each, so that the backward pass is one concatenation and not a full-size zero tensor a slice.
     queries, keys, values = (tensor.split(layout.sizes, dim=2) for tensor in (query, key, value))
@@ -174,7 +181,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
                 queries[index], torch.cat([prompt_key, keys[index]], dim=2),
                 torch.cat([prompt_value, values[index]], dim=2), mask, scaling, softcap, s_aux))
         piece += 1 + len(segment.responses)
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def _repeat_heads(query, key, value):

@@ -65,7 +65,7 @@ def place(config, tokenizer, dtype: torch.dtype, world: World, mesh: DeviceMesh,
         models.checkpoint_activations(blocks, every)
     if config.compile:
         for block in blocks:
-            block.compile()
+            block.compile(dynamic=True)  # rows differ in length
     model.requires_grad_(not frozen)
     offload = config.fsdp.cpu_offload or (frozen and config.fsdp.reference_cpu_offload)
     shard(model, blocks, sharded, config, frozen, offload)

@@ -102,7 +102,7 @@ class BasicTrainer:
                 models.checkpoint_activations(blocks, every)
         if self.config.compile:
             for block in blocks:
-                block.compile()
+                block.compile(dynamic=True)  # rows differ in length
         return model.requires_grad_(not frozen)
 
     def choose_attention(self, unit: Unit) -> tuple[str, bool]:
