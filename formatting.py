@@ -43,7 +43,10 @@ def console_line(values: dict[str, float], examples: int, total: int | None) -> 
             results.append((f"{dataset}: " if dataset else "") + "  ".join(words))
         if split == "train":
             break
-    rates = [f"{short(values[name])} {label}" for label, name in RATES if name in values]
+    # A step without rewards is of responses, not of pairs.
+    pairs = f"rewards_{split}/margins" in values
+    rates = [f"{short(values[name])} {label if pairs else label.replace('pairs', 'responses')}"
+             for label, name in RATES if name in values]
     speed = values.get("examples_per_second") or 0
     if total and speed > 0 and math.isfinite(speed) and examples < total:
         rates.append(f"{duration((total - examples) / speed)} left")

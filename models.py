@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import os
 from contextlib import contextmanager
@@ -232,3 +233,26 @@ def checkpoint_activations(blocks: list[torch.nn.Module], every: int) -> None:
 
     for block in blocks[::every]:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def choose_trainable(model, frozen: bool, patterns) -> None:
+    """Say which parameters get gradients: none of a frozen model; else all but those whose names match a pattern.
+
+    Args:
+        patterns: model.frozen of the config: names with * and ?, such as "model.embed_tokens.*".
+    Raises:
+        ValueError: a pattern matches no parameter, or nothing is left to train.
+    """
+    model.requires_grad_(not frozen)
+    if frozen:
+        return
+    named = dict(model.named_parameters())
+    for pattern in patterns:
+        matching = fnmatch.filter(named, pattern)
+        if not matching:
+            raise ValueError(f"model.frozen: {pattern!r} matches no parameter of {type(model).__name__}; its names are like "
+                             f"{', '.join(list(named)[:1] + list(named)[-3:])}.")
+        for name in matching:
+            named[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise ValueError(f"model.frozen={list(patterns)} leaves no parameter to train.")

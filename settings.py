@@ -169,6 +169,7 @@ SCHEMA = {
     "model.archive": text("initial weights: policy.pt, hf folder or run folder", null=True),
     "model.block_name": text("class of the repeated block; null: found", null=True),
     "model.block": text("older name of block_name", null=True),
+    "model.frozen": Key("parameters that are not trained, by name with * and ?", "names"),
     "model.policy_dtype": choice("type of the policy's weights", "float32", "bfloat16"),
     "model.fsdp_policy_mp": choice("type sharded trainers compute in", "bfloat16", "float16", null=True),
     "model.reference_dtype": choice("null: policy_dtype", "float32", "bfloat16", "float16", null=True),

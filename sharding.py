@@ -66,7 +66,7 @@ def place(config, tokenizer, dtype: torch.dtype, world: World, mesh: DeviceMesh,
     if config.compile:
         for block in blocks:
             block.compile(dynamic=True)  # rows differ in length
-    model.requires_grad_(not frozen)
+    models.choose_trainable(model, frozen, config.model.frozen)
     offload = config.fsdp.cpu_offload or (frozen and config.fsdp.reference_cpu_offload)
     shard(model, blocks, sharded, config, frozen, offload)
     give_memory(model, device, torch.device("cpu") if offload else device)

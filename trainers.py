@@ -103,7 +103,8 @@ class BasicTrainer:
         if self.config.compile:
             for block in blocks:
                 block.compile(dynamic=True)  # rows differ in length
-        return model.requires_grad_(not frozen)
+        models.choose_trainable(model, frozen, self.config.model.frozen)
+        return model
 
     def choose_attention(self, unit: Unit) -> tuple[str, bool]:
         """The fastest way of scoring that is right for this model: (kernel, whole_forward)."""

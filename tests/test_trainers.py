@@ -503,3 +503,17 @@ def test_a_key_that_the_losss_function_does_not_take_is_refused_before_any_weigh
 def test_options_reach_the_update(folder, override, changes):
     run = train(folder, *LLAMA, *STRONG, *override.split())
     assert (distance(run.weights, baseline(folder, *LLAMA).weights) > 1e-6) is changes
+
+
+def test_frozen_parameters_stay_and_the_others_move(folder):
+    frozen = "model.frozen=[model.layers.0.*,*norm.weight]"
+    slow, fast = (train(folder, *LLAMA, *STRONG, frozen, rate).weights for rate in ("lr=1e-5", "lr=1e-3"))
+    for name in slow:
+        stays = name.startswith("model.layers.0.") or name.endswith("norm.weight")
+        assert torch.equal(slow[name], fast[name]) == stays, name
+
+
+@pytest.mark.parametrize("pattern, says", [("nothing.*", "matches no parameter"), ("*", "leaves no parameter")])
+def test_patterns_of_frozen_parameters_must_make_sense(folder, pattern, says):
+    with pytest.raises(ValueError, match=says):
+        train(folder, *LLAMA, *STRONG, f"model.frozen=[{pattern}]")
