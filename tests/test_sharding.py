@@ -354,7 +354,7 @@ def check_given_back(trainer):
 
     def checked():
         metrics = evaluate()
-        models_here = [model for model in (trainer.policy, trainer.reference) if model is not None]
+        models_here = [model for model in (trainer.policy, trainer.reference and trainer.reference.model) if model is not None]
         assert all(isinstance(p, DTensor) for model in models_here for p in model.parameters())
         return metrics
 
