@@ -296,6 +296,11 @@ def _examples(units: list[Unit]) -> dict:
     }
 
 
+def cpu_token_budget(threads: int) -> int:
+    """Tokens a micro-batch on a CPU: enough rows for each core's matrix products, no more, for more only costs memory."""
+    return min(4096, max(512, 256 * threads))
+
+
 def widest_unit(mixture: Mixture, seed: int) -> Unit:
     """A prompt group of several responses, for trying out whether a model can share a prompt."""
     units = mixture.units(mixture.order(seed, 0, None)[:64])

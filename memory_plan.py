@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 
 import models
 import settings as schema
+from batching import cpu_token_budget
 from memory_trace import (
     PHASES, Shapes, Work, logits_bytes, model_without_content, optimizer_needs, parameter_shapes,
     pass_peaks)
@@ -237,7 +238,7 @@ def estimate(config, world_size: int | None = None, *, kind: str | None = None, 
         most = max(1, math.ceil(a_rank / config.gradient_accumulation_steps))
         whole = most * unit.unit_tokens
         if budget == "auto":
-            budget = 2048 if kind == "cpu" else None
+            budget = cpu_token_budget(torch.get_num_threads()) if kind == "cpu" else None
         unit = fill(unit, most, budget)
         if single_pass is None:
             single_pass = most == a_rank and (budget is None or whole <= budget)

@@ -19,7 +19,7 @@ import launch
 import losses
 import models
 import scoring
-from batching import MicroBatch, Mixture, Step, StepPlan, Unit, pack, pad, widest_unit
+from batching import MicroBatch, Mixture, Step, StepPlan, Unit, cpu_token_budget, pack, pad, widest_unit
 from checkpoints import Checkpointer, resume_command
 from guards import EarlyStop, Heartbeat, MovementWatch, SignalWatch, offending_examples, write_down
 from losses import preference_loss  # noqa: F401  (part of this module's public face)
@@ -233,7 +233,7 @@ class BasicTrainer:
         if wanted != "auto":
             return int(wanted)
         if self.device.type == "cpu":
-            return 2048  # longer rows gain nothing on a CPU and cost memory
+            return cpu_token_budget(torch.get_num_threads())
         # Some 18 hidden-sized and 3 MLP-sized activations a token and layer; half of what is free, as a start.
         settings = self.policy.config.get_text_config()
         layers = 1 if self.config.activation_checkpointing else settings.num_hidden_layers

@@ -132,7 +132,7 @@ def many_responses(arguments, data: str, rate: float, folder: str) -> Table:
     """A prompt of four responses and all six pairs, as UltraFeedback has: 120 + 4 x 100 tokens."""
     words = " ".join(json.loads(line)["chosen"] for line in open(data)).split()
     draw = random.Random(0)
-    prompts = max(2, arguments.pairs // 12)
+    prompts = max(4, arguments.pairs // 8)
     path = os.path.join(folder, "responses.jsonl")
     with open(path, "w") as file:
         for _ in range(prompts + 2):
@@ -142,9 +142,9 @@ def many_responses(arguments, data: str, rate: float, folder: str) -> Table:
             file.write(json.dumps({"prompt": "\n\nHuman: " + some(85) + "\n\nAssistant:", "responses": responses, "pairs": pairs,
                                    "sft_target": responses[0]}) + "\n")
     examples = 6 * prompts
-    base = {"model": arguments.model, "data": path, "loss": "dpo", "max_length": 512, "batch_size": 12, "examples": examples,
+    base = {"model": arguments.model, "data": path, "loss": "dpo", "max_length": 512, "batch_size": 24, "examples": examples,
             "overrides": ["shuffle=prompts"]}
-    table = Table(f"4 responses and 6 pairs a prompt, {examples} pairs, batch 12", examples, rate)
+    table = Table(f"4 responses and 6 pairs a prompt, {examples} pairs, batch 24", examples, rate)
     table.add("ours, shuffle=prompts", measure(base | {"what": "ours"}))
     table.add("ours, prompt shared over each pair only", measure(base | {"what": "ours", "pairwise": True}))
     table.add("ours, no sharing", measure(base | {"what": "ours", "pairwise": True,
@@ -211,6 +211,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--only", nargs="+", choices=["dpo", "sft", "responses", "growth"],
+                        default=["dpo", "sft", "responses", "growth"], help="parts to measure")
     parser.add_argument("--quick", action="store_true", help="ours, TRL's best setting and the textbook loop only")
     parser.add_argument("--name", default=None, help="name of the page under docs/benchmarks")
     arguments = parser.parse_args()
@@ -229,11 +231,11 @@ def main() -> None:
                             "max_length": arguments.max_length, "batch_size": arguments.batch_size, "write_to": data})
         if "failed" in prepared:
             sys.exit(prepared["failed"])
-        tables = [preferences(arguments, data, rate)]
-        series = None
-        if not arguments.quick:
-            tables += [supervised(arguments, data, rate), many_responses(arguments, data, rate, folder)]
-            series = growth(arguments, folder)
+        only = ["dpo"] if arguments.quick else arguments.only
+        parts = {"dpo": lambda: preferences(arguments, data, rate), "sft": lambda: supervised(arguments, data, rate),
+                 "responses": lambda: many_responses(arguments, data, rate, folder)}
+        tables = [measure_part() for name, measure_part in parts.items() if name in only]
+        series = growth(arguments, folder) if "growth" in only else None
     name = arguments.name or f"{date}-{'gpu' if 'threads' not in hardware() else 'cpu'}"
     os.makedirs(FOLDER, exist_ok=True)
     with open(os.path.join(FOLDER, name + ".md"), "w") as file:

@@ -41,7 +41,7 @@ def compose(job: dict, folder: str, *overrides: str):
 
 def model_overrides(job: dict) -> list[str]:
     if job.get("random_config"):
-        return ["model=tiny"] + [f"model.random_config.{key}={value}" for key, value in job["random_config"].items()]
+        return ["model=tiny"] + [f"++model.random_config.{key}={value}" for key, value in job["random_config"].items()]
     return ["model=blank_model", f"model.name_or_path={job['model']}"]
 
 
@@ -64,6 +64,9 @@ def ours(job: dict) -> dict:
         make_reference, spent = trainer._make_reference, []
 
         def timed():
+            if job.get("pairwise"):  # before the reference's pass, which then shares no more either
+                for plan in (trainer.plan, trainer.eval_plan):
+                    share_over_pairs_only(plan.mixture)
             start = clock(torch)
             reference = make_reference()
             spent.append(clock(torch) - start)
@@ -71,8 +74,6 @@ def ours(job: dict) -> dict:
 
         trainer._make_reference = timed
         trainer.prepare()
-        if job.get("pairwise"):
-            share_over_pairs_only(trainer.plan.mixture)
         losses = []
         start = clock(torch)
         for step in trainer.plan.steps():
