@@ -134,13 +134,16 @@ def many_responses(arguments, data: str, rate: float, folder: str) -> Table:
     draw = random.Random(0)
     prompts = max(4, arguments.pairs // 8)
     path = os.path.join(folder, "responses.jsonl")
+    rows = []  # the same pairs one by one, for a trainer that knows only those
     with open(path, "w") as file:
-        for _ in range(prompts + 2):
+        for number in range(prompts + 2):
             some = lambda n: " ".join(draw.choice(words) for _ in range(n))  # noqa: E731
             responses = [" " + some(75) for _ in range(4)]
             pairs = [[i, j] for i in range(4) for j in range(i + 1, 4)]
-            file.write(json.dumps({"prompt": "\n\nHuman: " + some(85) + "\n\nAssistant:", "responses": responses, "pairs": pairs,
-                                   "sft_target": responses[0]}) + "\n")
+            prompt = "\n\nHuman: " + some(85) + "\n\nAssistant:"
+            file.write(json.dumps({"prompt": prompt, "responses": responses, "pairs": pairs, "sft_target": responses[0]}) + "\n")
+            if number < prompts:
+                rows += [{"prompt": prompt, "chosen": responses[i], "rejected": responses[j]} for i, j in pairs]
     examples = 6 * prompts
     base = {"model": arguments.model, "data": path, "loss": "dpo", "max_length": 512, "batch_size": 24, "examples": examples,
             "overrides": ["shuffle=prompts"]}
@@ -149,6 +152,8 @@ def many_responses(arguments, data: str, rate: float, folder: str) -> Table:
     table.add("ours, prompt shared over each pair only", measure(base | {"what": "ours", "pairwise": True}))
     table.add("ours, no sharing", measure(base | {"what": "ours", "pairwise": True,
                                                   "overrides": base["overrides"] + ["prefix_sharing=false"]}))
+    table.add("TRL DPOTrainer, live reference, 2 pairs at once", measure(base | {
+        "what": "trl", "rows": rows, "precompute": False, "rows_at_once": 2}))
     table.check_losses(2e-3)
     return table
 
