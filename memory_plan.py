@@ -28,8 +28,8 @@ from batching import cpu_token_budget
 from memory_trace import (
     PHASES, Shapes, Work, logits_bytes, model_without_content, optimizer_needs, parameter_shapes,
     pass_peaks)
+from models import DTYPES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GB = 1e9
 # Share of a device's memory that the counted parts may take: the allocator leaves gaps between blocks of unlike size.
 USABLE = 0.92

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from archives import load_archive_into
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HOW_TO_GET_A_MODEL = """\
 To get one:
   - on a machine that reaches the Hub: `hf download {name}`, then copy the cache folder (HF_HOME) here; or

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from contextlib import contextmanager
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,9 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import models
 from archives import check_keys, named_tensors, read_state_dict
+from models import DTYPES
 from utils import World, broadcast_object
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_mesh(config, world: World) -> DeviceMesh:
@@ -72,16 +70,6 @@ def place(config, tokenizer, dtype: torch.dtype, world: World, mesh: DeviceMesh,
     give_memory(model, device, torch.device("cpu") if offload else device)
     load_weights(model, config, tokenizer, dtype, world)
     return model.eval()
-
-
-@contextmanager
-def _dtype(dtype: torch.dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def build_without_memory(config, tokenizer, dtype: torch.dtype) -> torch.nn.Module:
@@ -226,7 +214,7 @@ def _broadcast_weights(model, config, tokenizer, dtype: torch.dtype, world: Worl
     state, problem = {}, None
     if world.is_main:
         try:
-            if config.model.get("archive") and _is_tensor_file(config.model.archive):
+            if config.model.get("archive") and os.path.isfile(config.model.archive):
                 # Memory-mapped: not even rank 0 holds it whole.
                 state = check_keys(model, read_state_dict(config.model.archive), config.model.archive)
             else:
@@ -243,10 +231,6 @@ def _broadcast_weights(model, config, tokenizer, dtype: torch.dtype, world: Worl
             buffer.copy_(next(state[name] for name in names if name in state))
         dist.broadcast(buffer, src=0)
         _copy_part(tensor, buffer)
-
-
-def _is_tensor_file(path: str) -> bool:
-    return os.path.isfile(path)
 
 
 def held_here(model) -> tuple[int, int]:

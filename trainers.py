@@ -24,13 +24,12 @@ from checkpoints import Checkpointer, resume_command
 from guards import EarlyStop, Heartbeat, MovementWatch, SignalWatch, offending_examples, write_down
 from losses import preference_loss  # noqa: F401  (part of this module's public face)
 from metrics import PREFERENCE_METRICS, SFT_METRICS, MetricSums, preference_columns, sft_columns
+from models import DTYPES
 from reference import Reference
 from reporting import Meter, Reporter
 from sampling import generate_samples, reshard
 from tokenization import load_tokenized
 from utils import World, all_reduce_sum, broadcast_object, check_same, gather_objects, seed_everything
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def run(config, run_dir: str, world: World) -> float | None:
