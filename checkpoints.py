@@ -393,18 +393,21 @@ class Checkpointer:
         _at("latest")
         step_folders.point_latest(self.run_dir, plan.final)
         _at("retention")
-        try:
-            if replaced.exists():
-                step_folders.remove_folder(replaced)
-            self._retain()
-        except OSError as error:
-            self.notice(f"an old checkpoint could not be removed: {error}")
+        self._retain()
         _at("end")
 
     def _retain(self):
-        """Rank 0: deletes all steps but the last `keep_last`, the best, and the one that LATEST points to."""
-        if self.keep_last is None:
-            return
+        """Rank 0: deletes all steps but the last `keep_last`, the best, and the one that LATEST points to; tells of
+        what cannot be deleted."""
+        try:
+            for replaced in self.run_dir.glob("step-*.replaced"):
+                step_folders.remove_folder(replaced)
+            if self.keep_last is not None:
+                self._delete_old_steps()
+        except OSError as error:
+            self.notice(f"an old checkpoint could not be removed: {error}")
+
+    def _delete_old_steps(self):
         steps = step_folders.complete_steps(self.run_dir)
         kept = {folder for _, folder in steps[max(0, len(steps) - self.keep_last):]}
         kept |= {step_folders.read_latest(self.run_dir)}
@@ -489,6 +492,8 @@ class Checkpointer:
             problem = self._agree(self._attempt(self._load, Path(step) / "state", model, optimizer, loaded))
         if problem is not None:
             raise ValueError(f"{step} cannot be resumed from: {problem}")
+        if self.world.is_main and self.latest() == Path(step):
+            self._retain()  # the save of this step may have been killed before it came to that
         saved = loaded["saved"]
         if saved["world"] != self.world.size and self.world.is_main:
             self.notice(f"resuming on {self.world.size} processes what {saved['world']} saved: equal up to rounding, "

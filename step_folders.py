@@ -245,7 +245,8 @@ def remove_folder(folder):
 def recover(run_dir):
     """Clears what a killed run left behind. Returns the names that were removed or put back.
 
-    A `step-N.replaced` whose successor never arrived is put back under its name.
+    A `step-N.replaced` whose successor never arrived is put back under its name, and LATEST is moved to the newest
+    complete step: a kill between the two renames of a run's last save leaves nobody else to move it.
     """
     touched = []
     for path in sorted(Path(run_dir).iterdir()):
@@ -257,6 +258,10 @@ def recover(run_dir):
         else:
             continue
         touched.append(path.name)
+    steps = complete_steps(run_dir)
+    if steps and read_latest(run_dir) != steps[-1][1]:
+        point_latest(run_dir, steps[-1][1])
+        touched.append(LATEST)
     return touched
 
 

@@ -282,9 +282,11 @@ def test_kill_9_inside_a_save(tmp_path, stage, again):
     checkpointer = Checkpointer(tmp_path, everything, World(), lambda text: None)
     resumed = checkpointer.resumable()
     assert resumed.name == found.name.removesuffix(".replaced")
+    assert checkpointer.latest() == resumed, "even if this was the run's last save"
     n = checkpointer.load(resumed, model, None)["n"]
     assert n == (2 if stage in ("latest", "retention", "end") else 1)
     assert not [p for p in tmp_path.rglob("*") if p.name.endswith((".tmp", ".replaced"))]
+    assert [p.name for p in tmp_path.glob("step-*")] == [resumed.name], "keep_last=1 holds after the resume already"
     checkpointer.save(3, model, None, None, {"n": 3}, {"loss/eval": 0.5})
     assert [p.name for p in tmp_path.glob("step-*")] == ["step-3"] and checkpointer.latest().name == "step-3"
 

@@ -88,6 +88,14 @@ def test_every_placement_goes_on_bitwise(forge, calm, place, placement):
     assert not differences(calm(*settings), place)
 
 
+@pytest.mark.parametrize("stage", ["latest", "retention"])
+def test_killed_inside_the_last_save(forge, calm, place, stage):
+    settings = (*SHORT, "checkpoint.keep_last=1")
+    killed_then_resumed(forge, place, settings, stage=stage, nth=2)
+    assert not differences(calm(*settings), place)
+    assert sorted(p.name for p in place.glob("step-*")) == sorted(p.name for p in calm(*settings).glob("step-*"))
+
+
 def test_a_rank_killed_inside_a_save(forge, calm, place):
     settings = (*SHORT, *FSDP)
     killed_then_resumed(forge, place, settings, stage="checksum", nth=2, rank=1)
