@@ -599,7 +599,7 @@ def describe(config, plan: Plan) -> str:
         "parameters": config.model.policy_dtype, "gradients": "", "optimizer state": config.optimizer,
         "reference": "online" if plan.parts["reference"] or plan.host.get("reference") else
                      "none beside the policy while training",
-        "activations": batch, "logits": "one chunk of the head", "communication": "what FSDP holds whole for a while",
+        "activations": batch, "logits": "a part of the vocabulary at a time", "communication": "what FSDP holds whole for a while",
         "buffers": "", "process": "assumed" if plan.kind != "cpu" else "Python and the libraries"}
     lines.append(f"{'A rank, at the peak of a pass':<32}{'GB':>10}")
     for name, size in plan.parts.items():

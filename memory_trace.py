@@ -171,18 +171,18 @@ class Work:
 
 
 @contextmanager
-def _head_chunk(n_bytes: int):
-    before = dict(scoring.HEAD_CHUNK_BYTES)
-    scoring.HEAD_CHUNK_BYTES["cpu"] = n_bytes
+def _head_bytes(n_bytes: int):
+    before = dict(scoring.HEAD_BYTES)
+    scoring.HEAD_BYTES["cpu"] = n_bytes
     try:
         yield
     finally:
-        scoring.HEAD_CHUNK_BYTES.update(before)
+        scoring.HEAD_BYTES.update(before)
 
 
 def _trace(settings, blocks_wanted: int, work: Work, dtype: torch.dtype, every: int, gradients: str, online: bool,
            packed: bool, block_name: str | None) -> np.ndarray:
-    """Highest live bytes of each of PHASES in a pass, parameters not counted; logits are cut to a few rows at a time.
+    """Highest live bytes of each of PHASES in a pass, parameters not counted; logits are cut as small as they can be.
 
     Args:
         blocks_wanted: blocks of the traced model; every: each n-th is checkpointed, 0 none.
@@ -194,7 +194,7 @@ def _trace(settings, blocks_wanted: int, work: Work, dtype: torch.dtype, every: 
     inner.num_hidden_layers = blocks_wanted
     if getattr(inner, "layer_types", None):
         inner.layer_types = list(inner.layer_types)[:blocks_wanted]
-    with _contentless() as mode, _head_chunk(0):
+    with _contentless() as mode, _head_bytes(0):
         model = _build(settings, dtype)
         blocks = models.find_blocks(model, block_name)
         if len(blocks) != blocks_wanted:
@@ -272,10 +272,9 @@ def pass_peaks(settings, work: Work, dtype: torch.dtype, *, every: int = 0, grad
 
 
 def logits_bytes(settings, work: Work, kind: str, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of one chunk of logits and its temporaries: (in the forward pass, in the backward pass)."""
-    vocabulary = settings.get_text_config().vocab_size
-    chunk = max(16, scoring.HEAD_CHUNK_BYTES.get(kind, 128 << 20) // (4 * vocabulary))
-    full = min(chunk, work.scored) * vocabulary * 4
+    """Bytes of the logits that exist at once, with their temporaries: (in the forward pass, in the backward pass)."""
+    columns = scoring.head_columns(work.scored, scoring.HEAD_BYTES.get(kind, scoring.HEAD_BYTES["cuda"]))
+    full = work.scored * min(columns, settings.get_text_config().vocab_size) * 4
     low = 0 if dtype == torch.float32 else full // 2
     return 2 * full, full + low
 

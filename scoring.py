@@ -4,8 +4,8 @@ Three ideas make this cheap, and each is exact:
 
 * A prompt is computed once for all its responses. The packed row holds trees (a prompt, then its responses, whose
   positions restart after it); attention is causal inside the prompt, and inside prompt + response for each response.
-* The language-model head runs on the positions that predict response tokens only, a chunk at a time, and each chunk's
-  logits are recomputed in the backward pass, so full logits never exist.
+* The language-model head runs on the positions that predict response tokens only, a part of the vocabulary at a time,
+  and each part's logits are recomputed in the backward pass, so full logits never exist.
 * There is no padding: all linear layers see one long row.
 
 The packed attention is a function that the model library calls in place of its own. Models that cannot be served so
@@ -29,8 +29,8 @@ from transformers.masking_utils import sdpa_mask
 from batching import MicroBatch, Segment, Unit, pack, pad
 
 ATTENTION_NAME = "packed_prompt_groups"
-# Bytes of fp32 logits that one chunk of the head may hold.
-HEAD_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20, "mps": 256 << 20}
+# Bytes of fp32 logits that may exist at once. On a CPU they should stay in its cache.
+HEAD_BYTES = {"cpu": 2 << 20, "cuda": 512 << 20, "mps": 256 << 20}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,28 +201,36 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 class _LinearLogps(torch.autograd.Function):
-    """log softmax(softcap(scale * (h W^T + b)))[target], chunk by chunk, with one chunk of logits alive at a time.
+    """log softmax(softcap(scale * (h W^T + b)))[target], over a few columns of the vocabulary at a time.
 
-    hidden [N, d], weight [V, d], bias [V] or None, targets int64 [N] -> float32 [N]. The backward pass recomputes each
-    chunk's logits and turns them into the gradient in place.
+    hidden [N, d], weight [V, d], bias [V] or None, targets int64 [N] -> float32 [N]; `columns` logits a row are alive at
+    once. The backward pass recomputes them and turns them into the gradient in place. Cut along the vocabulary and not
+    along the rows, each part of the weight is read once and its gradient written once, in one product over all rows.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, softcap, chunk):
-        logps = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        normalisers = torch.empty_like(logps)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits, _ = _LinearLogps.logits(hidden[rows], weight, bias, scale, softcap)
-            normalisers[rows] = logits.logsumexp(-1)
-            logps[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - normalisers[rows]
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap, columns):
+        normalisers = torch.full((len(hidden),), -torch.inf, dtype=torch.float32, device=hidden.device)
+        chosen = torch.zeros_like(normalisers)
+        for part, local, inside in _LinearLogps.parts(weight, targets, columns):
+            logits, _ = _LinearLogps.logits(hidden, weight[part], bias if bias is None else bias[part], scale, softcap)
+            normalisers = torch.logaddexp(normalisers, logits.logsumexp(-1))
+            chosen = torch.where(inside, logits.gather(1, local[:, None]).squeeze(1), chosen)
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
-        ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
-        return logps
+        ctx.scale, ctx.softcap, ctx.columns = scale, softcap, columns
+        return chosen - normalisers
+
+    @staticmethod
+    def parts(weight, targets, columns):
+        """(slice of the vocabulary, targets counted from its start, which targets lie in it [N]) of each part."""
+        for start in range(0, len(weight), columns):
+            stop = min(start + columns, len(weight))
+            yield (slice(start, stop), (targets - start).clamp(0, stop - start - 1),
+                   (targets >= start) & (targets < stop))
 
     @staticmethod
     def logits(hidden, weight, bias, scale, softcap):
-        """float32 logits [n, V], and the soft-cap's slope [n, V] (None without one)."""
+        """float32 logits [N, columns], and the soft-cap's slope [N, columns] (None without one)."""
         logits = F.linear(hidden, weight, bias).float()
         if scale != 1.0:
             logits.mul_(scale)
@@ -236,63 +244,68 @@ class _LinearLogps(torch.autograd.Function):
     def backward(ctx, upstream):
         hidden, weight, bias, targets, normalisers = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # Chunks are summed in fp32, whatever the weight's own precision.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for start in range(0, len(hidden), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            grad, slope = _LinearLogps.logits(hidden[rows], weight, bias, ctx.scale, ctx.softcap)
+        # The parts' shares of a row are summed in fp32, whatever the weight's own precision.
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        grad_bias = torch.empty_like(bias) if needs_bias else None
+        for part, local, inside in _LinearLogps.parts(weight, targets, ctx.columns):
+            grad, slope = _LinearLogps.logits(
+                hidden, weight[part], bias if bias is None else bias[part], ctx.scale, ctx.softcap)
             # d log p[target] / d logits = onehot(target) - softmax(logits)
-            grad.sub_(normalisers[rows, None]).exp_().mul_(-upstream[rows, None])
-            grad.scatter_add_(1, targets[rows, None], upstream[rows, None].to(grad.dtype))
+            grad.sub_(normalisers[:, None]).exp_().mul_(-upstream[:, None])
+            grad.scatter_add_(1, local[:, None], torch.where(inside, upstream, 0.0)[:, None].to(grad.dtype))
             if slope is not None:
                 grad.mul_(slope)
             if ctx.scale != 1.0:
                 grad.mul_(ctx.scale)
             if needs_bias:
-                grad_bias += grad.sum(0)
+                grad_bias[part] = grad.sum(0)
             grad = grad.to(weight.dtype)
             if needs_hidden:
-                grad_hidden[rows] = grad @ weight
-            if needs_weight:
                 if weight.dtype == torch.float32:
-                    grad_weight.addmm_(grad.T, hidden[rows])
+                    grad_hidden.addmm_(grad, weight[part])
                 else:
-                    grad_weight += grad.T @ hidden[rows]
-        if needs_weight:
-            grad_weight = grad_weight.to(weight.dtype)
-        if needs_bias:
-            grad_bias = grad_bias.to(bias.dtype)
+                    grad_hidden += grad @ weight[part]
+            if needs_weight:
+                torch.mm(grad.T, hidden, out=grad_weight[part])
+        if needs_hidden:
+            grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def target_logps(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor, scale: float = 1.0,
-                 softcap: float | None = None, chunk: int | None = None) -> torch.Tensor:
+                 softcap: float | None = None, n_bytes: int | None = None) -> torch.Tensor:
     """Log-probs of given tokens under a language-model head.
 
     Args:
         head: output embeddings; hidden: [N, d]; targets: int64 [N].
         scale: factor on the logits; softcap: bound c of c * tanh(logits / c).
-        chunk: rows whose logits exist at once; None fits HEAD_CHUNK_BYTES.
+        n_bytes: of fp32 logits that may exist at once; None is the device's HEAD_BYTES.
     Returns: float32 [N].
     """
-    if chunk is None:
-        vocabulary = getattr(head, "out_features", None) or head.weight.shape[0]
-        chunk = max(16, HEAD_CHUNK_BYTES.get(hidden.device.type, 128 << 20) // (4 * vocabulary))
+    if n_bytes is None:
+        n_bytes = HEAD_BYTES.get(hidden.device.type, HEAD_BYTES["cuda"])
     if type(head) is torch.nn.Linear and not hasattr(head.weight, "placements") and not head._forward_pre_hooks:
-        return _LinearLogps.apply(hidden, head.weight, head.bias, targets, scale, softcap, chunk)
+        return _LinearLogps.apply(hidden, head.weight, head.bias, targets, scale, softcap,
+                                  head_columns(len(hidden), n_bytes))
 
-    # A head with hooks or a class of its own (tensor parallelism, adapters) is called as the module it is.
+    # A head with hooks or a class of its own (tensor parallelism, adapters) is called as the module it is, on a few rows.
     def chunk_logps(rows, wanted):
         logits = head(rows).float() * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         return logits.log_softmax(-1).gather(1, wanted[:, None]).squeeze(1)
 
+    vocabulary = getattr(head, "out_features", None) or head.weight.shape[0]
+    chunk = max(16, n_bytes // (4 * vocabulary))
     parts = [checkpoint(chunk_logps, rows, wanted, use_reentrant=False)
              for rows, wanted in zip(hidden.split(chunk), targets.split(chunk))]
     return torch.cat(parts)
+
+
+def head_columns(rows: int, n_bytes: int) -> int:
+    """Columns of the vocabulary whose fp32 logits for all rows fit n_bytes; enough for an efficient product."""
+    return max(256, n_bytes // (4 * max(1, rows)))
 
 
 def head_scaling(model) -> tuple[float, float | None]:

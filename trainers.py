@@ -29,7 +29,7 @@ from reference import Reference
 from reporting import Meter, Reporter
 from sampling import generate_samples, reshard
 from tokenization import load_tokenized
-from utils import World, all_reduce_sum, broadcast_object, check_same, gather_objects, seed_everything
+from utils import World, all_reduce_sum, broadcast_object, check_same, gather_objects, keep_freed_memory, seed_everything
 
 
 def run(config, run_dir: str, world: World) -> float | None:
@@ -67,6 +67,8 @@ class BasicTrainer:
         # Ranks that take different examples; ranks of one tensor-parallel group share theirs.
         self.data_rank, self.data_ranks = 0, 1
         seed_everything(config.seed)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         stop, told = config.early_stopping, []
         self.early_stop = EarlyStop(stop.metric, stop.patience, stop.min_delta, stop.mode)
         # First of all: it takes the folder, or ends here because another run has it.

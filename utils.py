@@ -171,6 +171,23 @@ def die_with_parent(parent: int = 0) -> None:
 # ---- Folders --------------------------------------------------------------------------------------------------------
 
 
+def keep_freed_memory() -> None:
+    """Have the C library keep the memory of freed tensors for the next ones, instead of giving it back each time.
+
+    Every micro-batch needs the same again, and the kernel would have to clear each page anew: about a tenth of a
+    training step on a CPU. Does nothing where the C library is not glibc, or where the environment tunes it already.
+    """
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return
+    import ctypes
+
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        largest = 2 ** 31 - 1  # the values are C ints
+        library.mallopt(-3, largest)  # M_MMAP_THRESHOLD
+        library.mallopt(-1, largest)  # M_TRIM_THRESHOLD
+
+
 def get_local_dir(prefixes) -> str:
     """<folder>/<user>, for the first of the folders that exists and can be written, else the last. Makes nothing."""
     prefixes = [prefixes] if isinstance(prefixes, str) else list(prefixes)

@@ -343,11 +343,11 @@ class OwnHead(torch.nn.Linear):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("options", HEADS)
 def test_any_chunk_gives_what_full_logits_give(kind, bias, options):
-    head, *rest = head_case(bias)
+    head, *rest = head_case(bias, vocabulary=1111)  # not a multiple of any part
     head.__class__ = kind
     expected = with_gradients(full, head, *rest, **options)
-    for chunk in (1, 5, 36, 37, 1000, None):
-        found = with_gradients(partial(target_logps, chunk=chunk), head, *rest, **options)
+    for n_bytes in (1, 20 * 1111 * 4, 37 * 300 * 4, 1 << 20, None):
+        found = with_gradients(partial(target_logps, n_bytes=n_bytes), head, *rest, **options)
         for a, b in zip(found, expected):
             assert a.dtype == b.dtype
             assert (a - b).norm() <= 1e-6 * b.norm()
@@ -359,7 +359,7 @@ def test_frozen_parts_get_no_gradient_and_the_others_do(frozen):
     expected = with_gradients(full, head, hidden, targets, weights)
     hidden = hidden.detach().requires_grad_(frozen != "hidden")
     head.requires_grad_(frozen != "head").zero_grad()
-    (target_logps(head, hidden, targets, chunk=5) * weights).sum().backward()
+    (target_logps(head, hidden, targets, n_bytes=1) * weights).sum().backward()
     if frozen == "head":
         assert head.weight.grad is None and torch.allclose(hidden.grad, expected[1], atol=1e-5)
     else:
@@ -373,10 +373,10 @@ def test_bfloat16_is_as_near_the_truth_as_full_logits_are(options):
     exact.load_state_dict({name: value.float() for name, value in head.state_dict().items()})
     truth = with_gradients(full, exact, hidden.detach().float().requires_grad_(), targets, weights, **options)
     usual = with_gradients(full, head, hidden, targets, weights, **options)
-    found = with_gradients(partial(target_logps, chunk=16), head, hidden, targets, weights, **options)
+    found = with_gradients(partial(target_logps, n_bytes=1), head, hidden, targets, weights, **options)
     assert found[0].dtype == torch.float32
     for ours, theirs, right in zip(found, usual, truth):
-        # Each chunk's part of the weight's gradient is rounded, then their sum: twice, where full logits round once.
+        # Each part's share of a row's gradient is rounded, then their sum: twice, where full logits round once.
         assert (ours - right).norm() <= 1.5 * (theirs - right).norm()
 
 
@@ -400,8 +400,7 @@ class LargestTensor(TorchDispatchMode):
 def test_full_logits_never_exist(monkeypatch, name, kernel):
     vocabulary, width = 5000, 64
     units = [unit_of(i, 20, (60, 60, 60, 60)) for i in range(2)]
-    chunk = 16
-    monkeypatch.setitem(scoring.HEAD_CHUNK_BYTES, "cpu", chunk * 4 * vocabulary)
+    monkeypatch.setitem(scoring.HEAD_BYTES, "cpu", 4 * 16 * vocabulary)
     model = make(name, vocab_size=vocabulary)
     batch = pack(units) if kernel == "packed_sdpa" else pad(units, PAD)
     use_attention(model, kernel)
@@ -412,7 +411,7 @@ def test_full_logits_never_exist(monkeypatch, name, kernel):
 
     with LargestTensor() as reference, torch.no_grad():
         response_logps(model, batch)
-    assert reference.elements <= max(chunk * vocabulary, vocabulary * width)
+    assert reference.elements <= vocabulary * width
 
     use_attention(model, "plain", whole_forward=True)  # the measure does see full logits
     with LargestTensor() as everything, torch.no_grad():
@@ -420,9 +419,11 @@ def test_full_logits_never_exist(monkeypatch, name, kernel):
     assert everything.elements >= 8 * 80 * vocabulary
 
 
-def test_automatic_chunks_bound_the_memory_of_logits(monkeypatch):
-    monkeypatch.setitem(scoring.HEAD_CHUNK_BYTES, "cpu", 1 << 20)
+@pytest.mark.parametrize("kind", [torch.nn.Linear, OwnHead])
+def test_the_memory_of_logits_is_bounded(monkeypatch, kind):
+    monkeypatch.setitem(scoring.HEAD_BYTES, "cpu", 1 << 20)
     head, hidden, targets, _ = head_case(False, n=1000, width=4, vocabulary=5000)
+    head.__class__ = kind
     with LargestTensor() as largest:
         target_logps(head, hidden, targets).sum().backward()
     assert largest.elements * 4 <= 1 << 20
