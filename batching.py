@@ -297,8 +297,8 @@ def _examples(units: list[Unit]) -> dict:
 
 
 def cpu_token_budget(threads: int) -> int:
-    """Tokens a micro-batch on a CPU: enough rows for each core's matrix products, no more, for more only costs memory."""
-    return min(4096, max(512, 256 * threads))
+    """Tokens a micro-batch on a CPU: enough that summing up its gradients is a small part of it; more costs memory."""
+    return min(4096, max(512, 384 * threads))
 
 
 def widest_unit(mixture: Mixture, seed: int) -> Unit:

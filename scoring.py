@@ -51,6 +51,7 @@ class TreeLayout:
         self.sizes = [n for segment in segments for n in (segment.prompt, *segment.responses)]
         self.used = False  # whether any layer's attention read it
         self._masks: dict[tuple, torch.Tensor | None] = {}
+        self._biases: dict[tuple, torch.Tensor | None] = {}
         self._block_masks: dict[int | None, object] = {}
 
     def mask(self, n_queries: int, n_keys: int, window: int | None) -> torch.Tensor | None:
@@ -65,6 +66,26 @@ class TreeLayout:
                 keys = torch.arange(n_keys, device=device)[None]
                 self._masks[key] = (keys <= queries) & (queries - keys < (window or n_keys + 1))
         return self._masks[key]
+
+    def pieces(self, window: int | None, dtype: torch.dtype):
+        """(rows of a piece, rows of its prompt or None, additive mask or None for plain causal) of each piece in order,
+        as slices; a prompt before its responses."""
+        start = 0
+        for segment in self.segments:
+            prompt = slice(start, start + segment.prompt)
+            for index, n in enumerate((segment.prompt, *segment.responses)):
+                if n:
+                    behind = prompt if index and segment.prompt else None
+                    yield slice(start, start + n), behind, self._bias(n, segment.prompt + n if index else n, window, dtype)
+                start += n
+
+    def _bias(self, n_queries: int, n_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """`mask` as numbers to add to the scores, 0 or -inf."""
+        key = (n_queries, n_keys, window, dtype)
+        if key not in self._biases:
+            mask = self.mask(n_queries, n_keys, window)
+            self._biases[key] = None if mask is None else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        return self._biases[key]
 
     def mask_mod(self, window: int | None) -> Callable:
         """The same rule as a FlexAttention mask function over the whole row."""
@@ -167,6 +188,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
 @torch.compiler.disable
 def _attend_trees(query, key, value, layout, scaling, sliding_window, softcap, s_aux) -> torch.Tensor:
     """Attention of each prompt to itself and of each response to its prompt and itself; [1, T, H, D]."""
+    if query.device.type == "cpu" and softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]:
+        return _CpuTreeAttention.apply(query, key, value, layout, scaling, sliding_window)
     key, value = _repeat_heads(query, key, value)
     # One split each, so that the backward pass is one concatenation and not a full-size zero tensor a slice.
     queries, keys, values = (tensor.split(layout.sizes, dim=2) for tensor in (query, key, value))
@@ -182,6 +205,55 @@ def _attend_trees(query, key, value, layout, scaling, sliding_window, softcap, s
                 torch.cat([prompt_value, values[index]], dim=2), mask, scaling, softcap, s_aux))
         piece += 1 + len(segment.responses)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+class _CpuTreeAttention(torch.autograd.Function):
+    """The same pieces with the CPU's fused kernel, for which autograd would keep a copy of its prompt's keys and values
+    for each response, and repeated heads: a fifth of all activations. Here each piece is cut out again when its turn
+    comes in the backward pass.
+
+    query [1, H, T, D]; key, value [1, H_kv, T, D] -> [1, T, H, D].
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, layout, scale, window):
+        _, heads, length, width = query.shape
+        output = query.new_empty(1, length, heads, width)
+        normalisers = query.new_empty(1, heads, length, dtype=torch.float32)
+        for rows, prompt, mask in layout.pieces(window, query.dtype):
+            found, normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query[:, :, rows], _with_prompt(key, prompt, rows), _with_prompt(value, prompt, rows), 0.0, mask is None,
+                attn_mask=mask, scale=scale)
+            output[:, rows] = found.transpose(1, 2)
+            normalisers[:, :, rows] = normaliser
+        ctx.save_for_backward(query, key, value, output, normalisers)
+        ctx.layout, ctx.scale, ctx.window = layout, scale, window
+        return output
+
+    @staticmethod
+    def backward(ctx, upstream):
+        query, key, value, output, normalisers = ctx.saved_tensors
+        upstream, output = upstream.transpose(1, 2), output.transpose(1, 2)
+        grad_query = torch.empty_like(query)
+        # A prompt's keys gather a share from each response: summed in fp32, as autograd's own sum would not be.
+        grad_key, grad_value = (torch.empty_like(tensor, dtype=torch.float32) for tensor in (key, value))
+        for rows, prompt, mask in ctx.layout.pieces(ctx.window, query.dtype):
+            of_query, *of_keys = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                upstream[:, :, rows], query[:, :, rows], _with_prompt(key, prompt, rows), _with_prompt(value, prompt, rows),
+                output[:, :, rows], normalisers[:, :, rows], 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
+            grad_query[:, :, rows] = of_query
+            for total, share in zip((grad_key, grad_value), of_keys):
+                shared = 0 if prompt is None else prompt.stop - prompt.start
+                total[:, :, rows] = share[:, :, shared:]
+                if shared:
+                    total[:, :, prompt] += share[:, :, :shared]
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
+
+
+def _with_prompt(tensor, prompt, rows):
+    """Rows of [1, H, T, D], behind those of their prompt if they have one."""
+    own = tensor[:, :, rows]
+    return own if prompt is None else torch.cat([tensor[:, :, prompt], own], dim=2)
 
 
 def _repeat_heads(query, key, value):

@@ -31,13 +31,19 @@ def measure(job: dict) -> dict:
 def hardware() -> str:
     import torch
 
-    if torch.cuda.is_available():
+    if gpu():
         return torch.cuda.get_device_name()
     model = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:
             model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
     return f"{model}, {torch.get_num_threads()} threads"
+
+
+def gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def git(*arguments: str) -> str:
@@ -47,23 +53,24 @@ def git(*arguments: str) -> str:
 class Table:
     """Rows of one comparison, printed as they come."""
 
-    def __init__(self, title: str, examples: int, rate: float, work: dict | None = None):
-        self.title, self.examples, self.rate, self.work, self.rows = title, examples, rate, work, []
-        print(f"\n{title}\n{'':46} pairs/s  tokens/s  peak GB   useful/GEMM  first losses", flush=True)
+    def __init__(self, title: str, examples: int, work: dict | None = None):
+        self.title, self.examples, self.work, self.rows = title, examples, work, []
+        print(f"\n{title}\n{'':58} pairs/s  tokens/s  peak GB  GFLOP/s of GEMM  useful of it  first losses", flush=True)
 
     def add(self, name: str, result: dict) -> dict:
         if "failed" in result:
-            print(f"{name:46} failed: {result['failed']}", flush=True)
+            print(f"{name:58} failed: {result['failed']}", flush=True)
             self.rows.append({"name": name, **result})
             return result
         self.work = self.work or result
         row = {"name": name, "pairs_per_second": self.examples / result["seconds"],
                "tokens_per_second": self.work["tokens"] / result["seconds"],
                "peak_gb": result.get("peak_device_bytes", result["peak_bytes"]) / 1e9,
-               "useful": self.work["useful_flops"] / result["seconds"] / self.rate, "losses": result["losses"][:4]}
+               "gemm": result["gemm"], "useful": self.work["useful_flops"] / result["seconds"] / result["gemm"],
+               "losses": result["losses"][:4]}
         self.rows.append(row)
-        print(f"{name:46} {row['pairs_per_second']:7.3f} {row['tokens_per_second']:9.1f} {row['peak_gb']:8.2f} "
-              f"{row['useful']:12.1%}   {' '.join(f'{loss:.4f}' for loss in row['losses'])}", flush=True)
+        print(f"{name:58} {row['pairs_per_second']:7.3f} {row['tokens_per_second']:9.1f} {row['peak_gb']:8.2f} "
+              f"{row['gemm'] / 1e9:16.0f} {row['useful']:13.1%}  {' '.join(f'{loss:.4f}' for loss in row['losses'])}", flush=True)
         return result
 
     def check_losses(self, tolerance: float) -> None:
@@ -76,24 +83,23 @@ class Table:
 
     def markdown(self) -> str:
         base = next((row for row in self.rows if "losses" in row), None)
-        lines = [f"### {self.title}", "", "| method | pairs/s | times the first | useful tokens/s | peak GB | useful FLOPs of the "
-                 "GEMM rate | losses of the first steps |", "|---|---|---|---|---|---|---|"]
+        lines = [f"### {self.title}", "", "| method | pairs/s | times the first | useful tokens/s | peak GB | GEMM GFLOP/s "
+                 f"after it | {'MFU (of that rate)' if gpu() else 'useful FLOPs of that rate'} | losses of the first steps |", "|---|" + 7 * "---|"]
         for row in self.rows:
             if "failed" in row:
-                lines.append(f"| {row['name']} | failed: {row['failed']} | | | | | |")
+                lines.append(f"| {row['name']} | failed: {row['failed']} | | | | | | |")
                 continue
             lines.append(
                 f"| {row['name']} | {row['pairs_per_second']:.3f} | {row['pairs_per_second'] / base['pairs_per_second']:.2f} "
-                f"| {row['tokens_per_second']:.0f} | {row['peak_gb']:.2f} | {row['useful']:.0%} "
+                f"| {row['tokens_per_second']:.0f} | {row['peak_gb']:.2f} | {row['gemm'] / 1e9:.0f} | {row['useful']:.0%} "
                 f"| {', '.join(f'{loss:.4f}' for loss in row['losses'])} |")
         return "\n".join(lines) + "\n"
 
 
-def preferences(arguments, data: str, rate: float) -> Table:
+def preferences(arguments, data: str) -> Table:
     base = {"model": arguments.model, "data": data, "loss": "dpo", "max_length": arguments.max_length,
             "batch_size": arguments.batch_size, "examples": arguments.pairs}
-    table = Table(f"DPO, {arguments.pairs} pairs, batch {arguments.batch_size}, max_length {arguments.max_length}", arguments.pairs,
-                  rate)
+    table = Table(f"DPO, {arguments.pairs} pairs, batch {arguments.batch_size}, max_length {arguments.max_length}", arguments.pairs)
     table.add("ours", measure(base | {"what": "ours"}))
     for name, overrides in (("ours, prefix_sharing=false", ["prefix_sharing=false"]),
                             ("ours, padded rows (model.attention=plain)", ["model.attention=plain"]),
@@ -111,16 +117,17 @@ def preferences(arguments, data: str, rate: float) -> Table:
             job = base | {"what": "trl", "rows": rows, "precompute": precompute, "rows_at_once": at_once}
             table.add(f"TRL DPOTrainer, {'precomputed' if precompute else 'live'} reference, {at_once} pairs at once", measure(job))
     table.add("textbook: two rows a pair, full logits, live reference", measure(base | {"what": "textbook"}))
+    table.add("ours, once more", measure(base | {"what": "ours"}))  # what the machine's moods are worth
     table.check_losses(2e-3)
     return table
 
 
-def supervised(arguments, data: str, rate: float) -> Table:
+def supervised(arguments, data: str) -> Table:
     base = {"model": arguments.model, "data": data, "loss": "sft", "max_length": arguments.max_length,
             "batch_size": arguments.batch_size, "examples": arguments.pairs}
     table = Table(f"SFT, {arguments.pairs} responses, batch {arguments.batch_size}, max_length {arguments.max_length} "
                   "(TRL's loss is a mean over tokens, ours a sum over each response: losses differ by that factor)",
-                  arguments.pairs, rate)
+                  arguments.pairs)
     table.add("ours", measure(base | {"what": "ours"}))
     rows = measure(base | {"what": "order"})["rows"]
     table.add("TRL SFTTrainer", measure(base | {"what": "trl", "rows": rows, "rows_at_once": arguments.batch_size}))
@@ -128,7 +135,7 @@ def supervised(arguments, data: str, rate: float) -> Table:
     return table
 
 
-def many_responses(arguments, data: str, rate: float, folder: str) -> Table:
+def many_responses(arguments, data: str, folder: str) -> Table:
     """A prompt of four responses and all six pairs, as UltraFeedback has: 120 + 4 x 100 tokens."""
     words = " ".join(json.loads(line)["chosen"] for line in open(data)).split()
     draw = random.Random(0)
@@ -147,7 +154,7 @@ def many_responses(arguments, data: str, rate: float, folder: str) -> Table:
     examples = 6 * prompts
     base = {"model": arguments.model, "data": path, "loss": "dpo", "max_length": 512, "batch_size": 24, "examples": examples,
             "overrides": ["shuffle=prompts"]}
-    table = Table(f"4 responses and 6 pairs a prompt, {examples} pairs, batch 24", examples, rate)
+    table = Table(f"4 responses and 6 pairs a prompt, {examples} pairs, batch 24", examples)
     table.add("ours, shuffle=prompts", measure(base | {"what": "ours"}))
     table.add("ours, prompt shared over each pair only", measure(base | {"what": "ours", "pairwise": True}))
     table.add("ours, no sharing", measure(base | {"what": "ours", "pairwise": True,
@@ -237,11 +244,11 @@ def main() -> None:
         if "failed" in prepared:
             sys.exit(prepared["failed"])
         only = ["dpo"] if arguments.quick else arguments.only
-        parts = {"dpo": lambda: preferences(arguments, data, rate), "sft": lambda: supervised(arguments, data, rate),
-                 "responses": lambda: many_responses(arguments, data, rate, folder)}
+        parts = {"dpo": lambda: preferences(arguments, data), "sft": lambda: supervised(arguments, data),
+                 "responses": lambda: many_responses(arguments, data, folder)}
         tables = [measure_part() for name, measure_part in parts.items() if name in only]
         series = growth(arguments, folder) if "growth" in only else None
-    name = arguments.name or f"{date}-{'gpu' if 'threads' not in hardware() else 'cpu'}"
+    name = arguments.name or f"{date}-{'gpu' if gpu() else 'cpu'}"
     os.makedirs(FOLDER, exist_ok=True)
     with open(os.path.join(FOLDER, name + ".md"), "w") as file:
         file.write(f"# Benchmark of {date}\n\n{head}.\n\nWritten by `scripts/benchmark`. \"Useful\" counts each prompt and each "

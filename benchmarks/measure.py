@@ -235,7 +235,7 @@ def trl(job: dict) -> dict:
 
 
 def gemm(job: dict) -> dict:
-    """The machine's rate of matrix products, in FLOP/s: the best over sizes of the model's own layers and a square one."""
+    """The machine's rate of matrix products, in FLOP/s: the best over sizes of SmolLM2's layers and a square one."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -245,7 +245,7 @@ def gemm(job: dict) -> dict:
         for _ in range(3):
             a @ b
         start, count = clock(torch), 0
-        while clock(torch) - start < 2.0:
+        while clock(torch) - start < job.get("seconds", 2.0):
             for _ in range(5):
                 a @ b
             count += 5
@@ -297,6 +297,8 @@ def order(job: dict) -> dict:
 def main() -> None:
     job = json.loads(sys.argv[1])
     result = {"ours": ours, "textbook": textbook, "trl": trl, "gemm": gemm, "prepare": prepare, "order": order}[job["what"]](job)
+    if "seconds" in result:  # a shared machine's rate moves from minute to minute
+        result |= {"gemm": gemm({"seconds": 0.5})["flops_per_second"]}
     result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     import torch
 
