@@ -1,8 +1,9 @@
 """The frozen reference: a model beside the policy, or its log-probs, computed once and kept on disk.
 
-`Reference` is what the trainer asks. `ReferenceCache` keeps log-probs under what they depend on. A file holds one float32 number a response of one tokenised data set; NaN means not computed yet. Its path is made of
-the reference's weights, the precision of the computation, and the tokens: changing any of them leads to another file,
-and changing anything else (learning rate, beta, loss) to the same one, which a whole sweep then shares.
+`Reference` is what the trainer asks. `ReferenceCache` keeps log-probs under what they depend on. A file holds one
+float32 number a response of one tokenised data set; NaN means not computed yet. Its path is made of the reference's
+weights, the precision of the computation, and the tokens: changing any of them leads to another file, and changing
+anything else (learning rate, beta, loss) to the same one, which a whole sweep then shares.
 """
 
 from __future__ import annotations
@@ -37,12 +38,16 @@ def weights_digest(model: torch.nn.Module, world=None) -> str:
         bits = local.detach().contiguous().view({4: torch.int32, 2: torch.int16, 8: torch.int64}[local.element_size()])
         # A rank's part may be empty, so no dimension is left to be inferred.
         rows = bits.reshape(len(bits), math.prod(bits.shape[1:])) if bits.ndim else bits.reshape(1, 1)
-        place = (torch.arange(rows.shape[0], device=rows.device) + offsets[0] + 1)[:, None] * 1_000_003
-        place = place + (torch.arange(rows.shape[1], device=rows.device) + offsets[1] + 1)
+        # sum over (i, j) of bits[i, j] * (i * 1,000,003 + j), counted from 1 in the whole weight, out of the sums of rows and
+        # of columns. A few rows at a time: as int64 the whole weight would take twice its memory.
+        row_place, column_place = (torch.arange(n, device=rows.device) + offset + 1
+                                   for n, offset in zip(rows.shape, offsets))
         total = torch.zeros(2, dtype=torch.int64, device=rows.device)
-        for part, factor in zip(rows.split(4096), place.split(4096)):  # int64 copies of a part only
+        at_once = max(1, (1 << 19) // max(1, rows.shape[1]))
+        for part, place in zip(rows.split(at_once), row_place.split(at_once)):
             wide = part.to(torch.int64)
-            total += torch.stack([wide.sum(), (wide * factor).sum()])
+            of_rows = wide.sum(1)
+            total += torch.stack([of_rows.sum(), 1_000_003 * (of_rows * place).sum() + (wide.sum(0) * column_place).sum()])
         # A part held by several ranks (replicas) counts once.
         sums.append(total if _counts_here(parameter) else torch.zeros_like(total))
         names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")

@@ -44,6 +44,8 @@ def run(config, run_dir: str, world: World) -> float | None:
         if world.size > 1 and launch.is_follower(problem):
             problem = RuntimeError(f"A collective operation failed; it was waiting for {trainer.heartbeat.missing()}. "
                                    f"The cause: {problem}").with_traceback(problem.__traceback__)
+        if isinstance(problem, torch.OutOfMemoryError):  # outside a training step, which repeats itself where it can
+            problem = ValueError(trainer.out_of_memory(str(problem).splitlines()[0]))
         # train.py tells the user's own mistakes, in one line; they need no second one here.
         trainer.reporter.finish(False, None if type(problem) is ValueError else f"{type(problem).__name__}: {problem}")
         raise problem
@@ -83,6 +85,7 @@ class BasicTrainer:
         self.last_eval: dict[str, float] = {}
         self.reference_samples: list[str] | None = None
         self.last_save, self.seconds_since_save = time.monotonic(), 0.0
+        self.plan: StepPlan | None = None
         self.stop_wanted = False  # a signal came, on any rank
         self.signals = SignalWatch(on_first=launch.hold_on)  # the parent then gives the time that a save takes
         self.heartbeat = Heartbeat(os.path.join(run_dir, ".heartbeat"), world.rank, world.size,
@@ -323,6 +326,17 @@ class BasicTrainer:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             step = self.in_smaller_micro_batches(step, problem)
+
+    def out_of_memory(self, problem: str) -> str:
+        """What to do about it, in words."""
+        where = f" on rank {self.world.rank}" if self.world.size > 1 else ""
+        more = "plan=true tells what a run needs."
+        if self.plan is None:
+            return (f"Out of memory{where} before the first pass ({problem}). Use trainer=FSDPTrainer on more devices, "
+                    f"fsdp.cpu_offload=true or a smaller model; {more}")
+        return (f"Out of memory{where} ({problem}). Set tokens_per_microbatch={max(1, self.plan.budget // 2)} (it was "
+                f"{self.plan.budget}), activation_checkpointing=true, or trainer=FSDPTrainer with fsdp.cpu_offload=true; "
+                f"{more}")
 
     def in_smaller_micro_batches(self, step: Step, problem: str) -> Step:
         """The same step with more micro-batches, all later steps with it.
@@ -720,9 +734,7 @@ class FSDPTrainer(BasicTrainer):
 
     def in_smaller_micro_batches(self, step: Step, problem: str) -> Step:
         # The other ranks are inside collectives that this one has left: there is no way back to the step's beginning.
-        raise ValueError(f"Out of memory on rank {self.world.rank} ({problem}). Set tokens_per_microbatch="
-                         f"{max(1, self.plan.budget // 2)} (it was {self.plan.budget}), activation_checkpointing=true or "
-                         "fsdp.cpu_offload=true; plan=true tells what a run needs.")
+        raise ValueError(self.out_of_memory(problem))
 
     def after_forwards(self) -> None:
         # The root keeps its parameters whole after a forward pass, expecting a backward pass that does not come.

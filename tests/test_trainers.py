@@ -459,6 +459,19 @@ def small_memory(most_units):
     return prepare
 
 
+@pytest.mark.parametrize("where, words", [
+    ("place", "before the first pass"), ("evaluate", "tokens_per_microbatch=32 .it was 64"),
+    ("_make_reference", "tokens_per_microbatch=32 .it was 64")])
+def test_no_memory_outside_a_step_is_told_with_the_mend(folder, where, words):
+    def nothing_left(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    with pytest.raises(ValueError, match=f"Out of memory.*{words}") as raised:
+        train(folder, *LLAMA, "tokens_per_microbatch=64", "do_first_eval=true",
+              prepare=lambda trainer: setattr(trainer, where, nothing_left))
+    assert "2.00 GiB" in str(raised.value) and "\n" not in str(raised.value)
+
+
 def test_a_step_that_does_not_fit_is_repeated_in_smaller_passes(folder):
     run = train(folder, *LLAMA, *STRONG, prepare=small_memory(2))
     assert_same_training(baseline(folder, *LLAMA), run)
