@@ -112,7 +112,7 @@ def preferences(arguments, data: str) -> Table:
     rows = measure(base | {"what": "order"})["rows"]
     for precompute in (True, False):
         for at_once in (arguments.batch_size, max(1, arguments.batch_size // 4)):
-            if arguments.quick and at_once != arguments.batch_size:
+            if arguments.quick and at_once == arguments.batch_size:
                 continue
             job = base | {"what": "trl", "rows": rows, "precompute": precompute, "rows_at_once": at_once}
             table.add(f"TRL DPOTrainer, {'precomputed' if precompute else 'live'} reference, {at_once} pairs at once", measure(job))
@@ -165,7 +165,7 @@ def many_responses(arguments, data: str, folder: str) -> Table:
     return table
 
 
-def growth(arguments, folder: str) -> dict:
+def growth(folder: str, loss: str) -> dict:
     """Time and peak memory against sequence length, vocabulary, batch size and data-set size, on a small random model."""
     def write(name: str, rows: int, length: int) -> str:
         path = os.path.join(folder, f"{name}.jsonl")
@@ -177,7 +177,7 @@ def growth(arguments, folder: str) -> dict:
                                        "rejected": letters(length // 3 - 2)}) + "\n")
         return path
 
-    base = {"loss": "dpo", "examples": 32, "batch_size": 8, "max_length": 2048, "what": "ours"}
+    base = {"loss": loss, "examples": 32, "batch_size": 8, "max_length": 2048, "what": "ours"}
     series = {"tokens a pair": [], "vocabulary": [], "batch size": [], "pairs in the data set": []}
     small = write("small", 64, 384)
     for length in (96, 192, 384, 768, 1536):
@@ -195,23 +195,28 @@ def growth(arguments, folder: str) -> dict:
 
 
 def plot(series: dict, path: str) -> None:
+    """`series`: {loss: what `growth` found}."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, len(series), figsize=(4 * len(series), 6), squeeze=False)
-    for column, (name, points) in enumerate(series.items()):
-        points = [(x, result) for x, result in points if "failed" not in result]
-        values = [("seconds for 32 pairs", [result["seconds"] for _, result in points]),
-                  ("peak memory, GB", [result.get("peak_device_bytes", result["peak_bytes"]) / 1e9 for _, result in points])]
-        for axis, (label, ys) in zip(axes[:, column], values):
-            axis.plot([x for x, _ in points], ys, marker="o")
-            axis.set_xlabel(name)
-            axis.set_ylabel(label)
-            axis.set_xscale("log", base=2)
-            axis.set_ylim(bottom=0)
-            axis.grid(alpha=0.3)
+    names = list(next(iter(series.values())))
+    figure, axes = plt.subplots(2, len(names), figsize=(4 * len(names), 6), squeeze=False)
+    for loss, found in series.items():
+        for column, name in enumerate(names):
+            points = [(x, result) for x, result in found[name] if "failed" not in result]
+            values = [("seconds for 32 examples", [result["seconds"] for _, result in points]),
+                      ("peak memory, GB", [result.get("peak_device_bytes", result["peak_bytes"]) / 1e9 for _, result in points])]
+            for axis, (label, ys) in zip(axes[:, column], values):
+                axis.plot([x for x, _ in points], ys, marker="o", label=loss)
+                axis.set_xlabel(name)
+                axis.set_ylabel(label)
+                axis.set_xscale("log", base=2)
+                axis.grid(alpha=0.3)
+    for axis in axes.flat:
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
+    axes[0, 0].legend()
     figure.tight_layout()
     figure.savefig(path)
 
@@ -225,7 +230,7 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--only", nargs="+", choices=["dpo", "sft", "responses", "growth"],
                         default=["dpo", "sft", "responses", "growth"], help="parts to measure")
-    parser.add_argument("--quick", action="store_true", help="ours, TRL's best setting and the textbook loop only")
+    parser.add_argument("--quick", action="store_true", help="ours, TRL at its best setting and the textbook loop only")
     parser.add_argument("--name", default=None, help="name of the page under docs/benchmarks")
     arguments = parser.parse_args()
     arguments.model = os.path.abspath(arguments.model)
@@ -247,7 +252,7 @@ def main() -> None:
         parts = {"dpo": lambda: preferences(arguments, data), "sft": lambda: supervised(arguments, data),
                  "responses": lambda: many_responses(arguments, data, folder)}
         tables = [measure_part() for name, measure_part in parts.items() if name in only]
-        series = growth(arguments, folder) if "growth" in only else None
+        series = {loss: growth(folder, loss) for loss in ("dpo", "sft")} if "growth" in only else None
     name = arguments.name or f"{date}-{'gpu' if gpu() else 'cpu'}"
     os.makedirs(FOLDER, exist_ok=True)
     with open(os.path.join(FOLDER, name + ".md"), "w") as file:
@@ -256,7 +261,8 @@ def main() -> None:
         file.write("\n".join(table.markdown() for table in tables))
         if series:
             plot(series, os.path.join(FOLDER, name + ".svg"))
-            file.write(f"\n### Growth\n\nA random Llama (4 layers, width 256), 32 pairs.\n\n![growth]({name}.svg)\n")
+            file.write("\n### Growth\n\nA random Llama (4 layers, width 256), 32 pairs or, for SFT, 32 responses.\n\n"
+                       f"![growth]({name}.svg)\n")
     with open(os.path.join(FOLDER, name + ".json"), "w") as file:
         json.dump({"head": head, "tables": [table.rows for table in tables], "growth": series}, file, indent=1)
     print(f"\nwritten: docs/benchmarks/{name}.md")
