@@ -273,7 +273,7 @@ def pass_peaks(settings, work: Work, dtype: torch.dtype, *, every: int = 0, grad
 
 def logits_bytes(settings, work: Work, kind: str, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of the logits that exist at once, with their temporaries: (in the forward pass, in the backward pass)."""
-    columns = scoring.head_columns(work.scored, scoring.HEAD_BYTES.get(kind, scoring.HEAD_BYTES["cuda"]))
+    columns = scoring.head_columns(work.scored, scoring.head_bytes(kind))
     full = work.scored * min(columns, settings.get_text_config().vocab_size) * 4
     low = 0 if dtype == torch.float32 else full // 2
     return 2 * full, full + low

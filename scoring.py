@@ -285,7 +285,7 @@ class _LinearLogps(torch.autograd.Function):
         normalisers = torch.full((len(hidden),), -torch.inf, dtype=torch.float32, device=hidden.device)
         chosen = torch.zeros_like(normalisers)
         for part, local, inside in _LinearLogps.parts(weight, targets, columns):
-            logits, _ = _LinearLogps.logits(hidden, weight[part], bias if bias is None else bias[part], scale, softcap)
+            logits, _ = _LinearLogps.logits(hidden, weight, bias, part, scale, softcap)
             normalisers = torch.logaddexp(normalisers, logits.logsumexp(-1))
             chosen = torch.where(inside, logits.gather(1, local[:, None]).squeeze(1), chosen)
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
@@ -301,9 +301,9 @@ class _LinearLogps(torch.autograd.Function):
                    (targets >= start) & (targets < stop))
 
     @staticmethod
-    def logits(hidden, weight, bias, scale, softcap):
+    def logits(hidden, weight, bias, part, scale, softcap):
         """float32 logits [N, columns], and the soft-cap's slope [N, columns] (None without one)."""
-        logits = F.linear(hidden, weight, bias).float()
+        logits = F.linear(hidden, weight[part], None if bias is None else bias[part]).float()
         if scale != 1.0:
             logits.mul_(scale)
         if softcap is None:
@@ -321,8 +321,7 @@ class _LinearLogps(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         for part, local, inside in _LinearLogps.parts(weight, targets, ctx.columns):
-            grad, slope = _LinearLogps.logits(
-                hidden, weight[part], bias if bias is None else bias[part], ctx.scale, ctx.softcap)
+            grad, slope = _LinearLogps.logits(hidden, weight, bias, part, ctx.scale, ctx.softcap)
             # d log p[target] / d logits = onehot(target) - softmax(logits)
             grad.sub_(normalisers[:, None]).exp_().mul_(-upstream[:, None])
             grad.scatter_add_(1, local[:, None], torch.where(inside, upstream, 0.0)[:, None].to(grad.dtype))
@@ -356,7 +355,7 @@ def target_logps(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Ten
     Returns: float32 [N].
     """
     if n_bytes is None:
-        n_bytes = HEAD_BYTES.get(hidden.device.type, HEAD_BYTES["cuda"])
+        n_bytes = head_bytes(hidden.device.type)
     if type(head) is torch.nn.Linear and not hasattr(head.weight, "placements") and not head._forward_pre_hooks:
         return _LinearLogps.apply(hidden, head.weight, head.bias, targets, scale, softcap,
                                   head_columns(len(hidden), n_bytes))
@@ -373,6 +372,11 @@ def target_logps(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Ten
     parts = [checkpoint(chunk_logps, rows, wanted, use_reentrant=False)
              for rows, wanted in zip(hidden.split(chunk), targets.split(chunk))]
     return torch.cat(parts)
+
+
+def head_bytes(kind: str) -> int:
+    """HEAD_BYTES of a kind of device."""
+    return HEAD_BYTES.get(kind, HEAD_BYTES["cuda"])
 
 
 def head_columns(rows: int, n_bytes: int) -> int:

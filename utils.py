@@ -177,7 +177,7 @@ def keep_freed_memory() -> None:
     Every micro-batch needs the same again, and the kernel would have to clear each page anew: about a tenth of a
     training step on a CPU. Does nothing where the C library is not glibc, or where the environment tunes it already.
     """
-    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+    if sys.platform != "linux" or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     import ctypes
 
