@@ -26,10 +26,19 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from data_files import find_split_files, fingerprint_files, looks_like_path, place, read_rows
-from row_formats import (CANONICAL_COLUMNS, PromptGroup, checked_group,
-                         describe, detect_format, parse_hh, parse_se, parse_shp, text_of)
-from workers import ordered_map, worker_count
+from data.files import find_split_files, fingerprint_files, looks_like_path, place, read_rows
+from data.row_formats import (
+    CANONICAL_COLUMNS,
+    PromptGroup,
+    checked_group,
+    describe,
+    detect_format,
+    parse_hh,
+    parse_se,
+    parse_shp,
+    text_of,
+)
+from data.workers import ordered_map, worker_count
 
 SPLITS = ("train", "test")
 HOLD_OUT_SE = 0.01  # the share of StackExchange that the DPO paper's reference implementation tests on
@@ -38,6 +47,7 @@ HOLD_OUT_SE = 0.01  # the share of StackExchange that the DPO paper's reference 
 @dataclass(frozen=True)
 class NamedSource:
     """A registered data set: a function of the split, or a parser for the rows of a Hub data set and its copies."""
+
     name: str
     truncation: str  # keep_start | keep_end: which end of a prompt that is too long stays
     function: Callable | None = None
@@ -71,13 +81,20 @@ def _origin(function):
 
 
 REGISTRY["hh"] = NamedSource("hh", "keep_end", hub="Anthropic/hh-rlhf", parser=parse_hh, columns=("chosen", "rejected"))
-REGISTRY["shp"] = NamedSource("shp", "keep_start", hub="stanfordnlp/SHP", parser=parse_shp,
-                              columns=("history", "human_ref_A", "human_ref_B", "labels", "score_A", "score_B"))
-REGISTRY["se"] = NamedSource("se", "keep_start", hub="HuggingFaceH4/stack-exchange-preferences", parser=parse_se,
-                             columns=("question", "answers"))
+REGISTRY["shp"] = NamedSource(
+    "shp",
+    "keep_start",
+    hub="stanfordnlp/SHP",
+    parser=parse_shp,
+    columns=("history", "human_ref_A", "human_ref_B", "labels", "score_A", "score_B"),
+)
+REGISTRY["se"] = NamedSource(
+    "se", "keep_start", hub="HuggingFaceH4/stack-exchange-preferences", parser=parse_se, columns=("question", "answers")
+)
 
 
 # ---- configuration -----------------------------------------------------------------------------------------------
+
 
 def setting(config, path: str, default=None):
     """The value at a dotted path of a config (mapping, DictConfig or object); the default where absent or null."""
@@ -122,8 +139,9 @@ def load_plugins(config):
             else:
                 importlib.import_module(str(plugin))
         except ImportError as error:
-            raise ValueError(f"data.plugins: cannot import {plugin} ({error}); give a .py file, or a module that "
-                             f"Python finds") from error
+            raise ValueError(
+                f"data.plugins: cannot import {plugin} ({error}); give a .py file, or a module that Python finds"
+            ) from error
 
 
 def _columns_for(name: str, config) -> dict[str, str]:
@@ -133,8 +151,10 @@ def _columns_for(name: str, config) -> dict[str, str]:
     flat.update(columns.get(name) if isinstance(columns.get(name), dict) else {})
     for canonical, actual in flat.items():
         if canonical not in CANONICAL_COLUMNS or not isinstance(actual, str):
-            raise ValueError(f"data.columns.{canonical}={actual}: a column is named canonical: actual, where "
-                             f"canonical is one of {', '.join(CANONICAL_COLUMNS)}")
+            raise ValueError(
+                f"data.columns.{canonical}={actual}: a column is named canonical: actual, where "
+                f"canonical is one of {', '.join(CANONICAL_COLUMNS)}"
+            )
     return flat
 
 
@@ -187,9 +207,12 @@ def _resolve(name: str, config) -> tuple[str, object, NamedSource | None]:
 
     known = sorted(set(REGISTRY) | set(_plain(setting(config, "data.paths", {}))))
     near = get_close_matches(name, known, 1, 0.5)
-    raise ValueError(f"datasets: unknown data set {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
-                     + f" Registered are {', '.join(known)}; or give the path of a local file or folder, a Hub name "
-                       f"written owner/name or owner/name:config, or data.paths.{name}=PATH")
+    raise ValueError(
+        f"datasets: unknown data set {name!r}."
+        + (f" Did you mean {near[0]!r}?" if near else "")
+        + f" Registered are {', '.join(known)}; or give the path of a local file or folder, a Hub name "
+        f"written owner/name or owner/name:config, or data.paths.{name}=PATH"
+    )
 
 
 def _exists(name: str) -> bool:
@@ -201,9 +224,11 @@ def _exists(name: str) -> bool:
 
 # ---- sources -----------------------------------------------------------------------------------------------------
 
+
 @dataclass
 class Source:
     """An opened data set: `groups()` streams its prompt groups and fills `counts`; nothing is read before."""
+
     name: str
     split: str
     truncation: str
@@ -256,8 +281,10 @@ def load_groups(name: str, split: str, config, sft: bool = False):
 def get_dataset(name: str, split: str, config=None, sft: bool = False) -> dict:
     """The whole split in the shape {prompt: {"responses", "pairs", "sft_target"}}, for looking at it."""
     groups, _, _ = load_groups(name, split, config or {}, sft)
-    return {group.key(): {"responses": group.responses, "pairs": group.pairs, "sft_target": group.sft_target}
-            for group in groups}
+    return {
+        group.key(): {"responses": group.responses, "pairs": group.pairs, "sft_target": group.sft_target}
+        for group in groups
+    }
 
 
 def _function_source(name, split, truncation, function) -> Source:
@@ -276,8 +303,9 @@ def _function_source(name, split, truncation, function) -> Source:
         try:
             if not hasattr(entry, "get") or not {"responses", "pairs"} <= set(entry):
                 raise ValueError("must be a dict with responses, pairs and sft_target")
-            group = checked_group(text_of(prompt, "the prompt"), entry["responses"], entry["pairs"],
-                                  entry.get("sft_target"))
+            group = checked_group(
+                text_of(prompt, "the prompt"), entry["responses"], entry["pairs"], entry.get("sft_target")
+            )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         if isinstance(group, str):
@@ -346,14 +374,22 @@ def _hub_rows(name: str, target: str, split: str, sft: bool) -> tuple[_HubRows, 
         loaded = datasets.load_dataset(repository, configuration or None)
     except Exception as error:  # the library raises from many families; all of them mean: no data
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise ValueError(f"data set {name}: cannot load {target} from the Hugging Face Hub ({type(error).__name__}: "
-                         f"{first}). Without a network give a local copy: data.paths.{_key(name)}=FILE_OR_FOLDER "
-                         f"(json, jsonl, csv, parquet or a saved `datasets` folder). If the data set has "
-                         f"configurations, name one: {repository}:NAME") from error
+        raise ValueError(
+            f"data set {name}: cannot load {target} from the Hugging Face Hub ({type(error).__name__}: "
+            f"{first}). Without a network give a local copy: data.paths.{_key(name)}=FILE_OR_FOLDER "
+            f"(json, jsonl, csv, parquet or a saved `datasets` folder). If the data set has "
+            f"configurations, name one: {repository}:NAME"
+        ) from error
     if not hasattr(loaded, "keys"):
         return _HubRows(loaded, name), False
-    test = next((found for word in ("test", "validation", "valid", "val", "dev", "eval")
-                 if (found := _hub_split(loaded, word, sft))), None)
+    test = next(
+        (
+            found
+            for word in ("test", "validation", "valid", "val", "dev", "eval")
+            if (found := _hub_split(loaded, word, sft))
+        ),
+        None,
+    )
     train = _hub_split(loaded, "train", sft)
     if train is None and test is None:
         if len(loaded) == 1:
@@ -394,8 +430,10 @@ class _RowStream:
         names = set(first[2])
         missing = [actual for actual in self.renames.values() if actual not in names]
         if missing:
-            raise ValueError(f"data set {self.name}: data.columns names {missing[0]!r}, but the columns of "
-                             f"{self.rows.label()} are {sorted(map(str, names))}")
+            raise ValueError(
+                f"data set {self.name}: data.columns names {missing[0]!r}, but the columns of "
+                f"{self.rows.label()} are {sorted(map(str, names))}"
+            )
         if self.parser is None:
             canonical = (names - set(self.renames.values())) | set(self.renames)
             try:
@@ -403,8 +441,10 @@ class _RowStream:
             except ValueError as error:
                 raise ValueError(f"data set {self.name} ({self.rows.label()}): {error}") from error
         elif not names & {self.renames.get(each, each) for each in self.columns}:
-            raise ValueError(f"data set {self.name}: {self.rows.label()} has columns {sorted(map(str, names))}, but "
-                             f"{self.name} has {', '.join(self.columns)}; name yours with data.columns")
+            raise ValueError(
+                f"data set {self.name}: {self.rows.label()} has columns {sorted(map(str, names))}, but "
+                f"{self.name} has {', '.join(self.columns)}; name yours with data.columns"
+            )
 
     def _rows(self):
         """Yields (file or data set, number, row under its canonical column names)."""
@@ -416,8 +456,10 @@ class _RowStream:
         renamed = {key: value for key, value in row.items() if key not in taken and key not in self.renames}
         for canonical, actual in self.renames.items():
             if actual not in row:
-                raise ValueError(f"{self.rows.describe(where, number)}: column '{actual}' (data.columns.{canonical}) "
-                                 f"is missing; the row has {sorted(map(str, row))}")
+                raise ValueError(
+                    f"{self.rows.describe(where, number)}: column '{actual}' (data.columns.{canonical}) "
+                    f"is missing; the row has {sorted(map(str, row))}"
+                )
             renamed[canonical] = row[actual]
         return renamed
 
@@ -481,8 +523,10 @@ class _RowStream:
             raise ValueError(f"data set {self.name}: {self.rows.label()} changed while it was read")
         assert not merged, "every row of a repeated prompt was seen"
         if not counts["rows"] and self.split == "train":
-            raise ValueError(f"data set {self.name}: no row is left to train on ({len(keys)} rows, held-out share "
-                             f"{self.hold_out}); give more data, a test file, or a smaller data.test_fraction")
+            raise ValueError(
+                f"data set {self.name}: no row is left to train on ({len(keys)} rows, held-out share "
+                f"{self.hold_out}); give more data, a test file, or a smaller data.test_fraction"
+            )
 
     def _membership(self, keys) -> Callable[[int, int], bool]:
         """Which rows are in this split, as a function of (row index, prompt hash)."""
@@ -494,7 +538,7 @@ class _RowStream:
             import numpy as np
 
             order = np.random.default_rng(42).permutation(len(keys))
-            test = set(order[:max(int(len(keys) * self.hold_out), 1)].tolist())
+            test = set(order[: max(int(len(keys) * self.hold_out), 1)].tolist())
             return lambda index, number: (index in test) == wants_test
         lowest, highest = min(filter(None, keys), default=0), max(keys, default=0)
         limit = int(self.hold_out * 2**64)

@@ -3,6 +3,7 @@
 This file composes the settings, checks them, makes the run's folder, and starts the trainer on every device. It imports
 nothing heavy at the top, so that a mistake on the command line is told within a second or two.
 """
+
 import glob
 import os
 import re
@@ -18,10 +19,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import launch
 import settings
-import step_folders
 import utils
+from checkpoint import step_folders
+from parallel import launch
 
 USERS_MISTAKE = 2  # exit code
 # Mappings whose keys are the user's. Hydra would want a + before a key that the files do not have.
@@ -58,7 +59,7 @@ def main(config: DictConfig) -> float | None:
             config.wandb.group = os.path.basename(_sweep_dirs[-1])
         if config.plan:
             if is_main_process():
-                import memory_plan
+                from planning import memory_plan
 
                 memory_plan.print_plan(config)
             return None
@@ -82,7 +83,7 @@ def check_devices(config: DictConfig) -> None:
 
 def run(config: DictConfig, fresh_process: bool = False) -> float | None:
     """Make the run's folder and train on every device. The folder is removed if the run ends before it starts."""
-    if settings.joined_world() is not None:
+    if utils.joined_world() is not None:
         return launch.launch(train_in_new_folder, config)  # the ranks must agree first, and rank 0 makes the folder
     run_dir = make_run_folder(config)
     try:
@@ -166,8 +167,10 @@ def _claim(temporary: str, path: str) -> bool:
         return True
     except FileExistsError:
         os.unlink(temporary)
-        raise ValueError(f"{os.path.dirname(path)}: another run has just begun in this folder; name another one with "
-                         "local_run_dir=...") from None
+        raise ValueError(
+            f"{os.path.dirname(path)}: another run has just begun in this folder; name another one with "
+            "local_run_dir=..."
+        ) from None
     except OSError:
         return False
 
@@ -179,8 +182,15 @@ def discard_unused(run_dir: str) -> None:
         sizes = [os.path.getsize(os.path.join(run_dir, name)) for name in names & {"metrics.jsonl", "samples.jsonl"}]
     except OSError:
         return
-    from_the_start = {"config.yaml", "metrics.jsonl", "samples.jsonl", "notices.jsonl", "report.html", ".lock",
-                      ".heartbeat"}
+    from_the_start = {
+        "config.yaml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "notices.jsonl",
+        "report.html",
+        ".lock",
+        ".heartbeat",
+    }
     if names <= from_the_start and not any(sizes):
         try:
             step_folders.lock(run_dir, patience=0).close()
@@ -242,12 +252,21 @@ def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
     if saved.schedule != "constant":  # steps already taken would have had other learning rates
         refused += [key for key in ("n_epochs", "n_examples") if key in changed]
     if refused:
-        lines = "".join(f"\n  {key}: {settings.show(old)} -> {settings.show(new)}"
-                        for key, (old, new) in changed.items() if key in refused)
-        raise ValueError(f"resume={folder}: these settings differ from those of the run and may not change:{lines}\n"
-                         + (f"(schedule={saved.schedule} decays over the whole run, so its length is fixed.) "
-                            if {"n_epochs", "n_examples"} & set(refused) else "") +
-                         "Leave them as they were, or start a new run from its weights with model.archive=" + folder)
+        lines = "".join(
+            f"\n  {key}: {settings.show(old)} -> {settings.show(new)}"
+            for key, (old, new) in changed.items()
+            if key in refused
+        )
+        raise ValueError(
+            f"resume={folder}: these settings differ from those of the run and may not change:{lines}\n"
+            + (
+                f"(schedule={saved.schedule} decays over the whole run, so its length is fixed.) "
+                if {"n_epochs", "n_examples"} & set(refused)
+                else ""
+            )
+            + "Leave them as they were, or start a new run from its weights with model.archive="
+            + folder
+        )
     for key, (old, new) in changed.items():
         OmegaConf.update(saved, key, new, force_add=True)
         if is_main_process() and key not in ("local_run_dir", "exp_name"):
@@ -286,8 +305,11 @@ def newest_run(config: DictConfig, overrides: list[str]) -> str | None:
     name = settings.finalize(config).exp_name
     base = utils.get_local_dir(config.local_dirs)
     dated = re.compile(re.escape(name) + r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+")
-    folders = [f for f in glob.glob(os.path.join(glob.escape(base), glob.escape(name) + "_*"))
-               if dated.fullmatch(os.path.basename(f))]
+    folders = [
+        f
+        for f in glob.glob(os.path.join(glob.escape(base), glob.escape(name) + "_*"))
+        if dated.fullmatch(os.path.basename(f))
+    ]
     for folder in sorted(folders, reverse=True):
         recorded = os.path.join(folder, "config.yaml")
         if os.path.lexists(os.path.join(folder, "LATEST")) and os.path.isfile(recorded):
@@ -334,7 +356,7 @@ def tell(error: Exception, where: str = "", wants_traceback: bool = False) -> in
     error.was_told = True
     if not is_main_process() and (message is not None or launch.is_follower(error)):
         time.sleep(launch.FOLLOWER_DELAY_SECONDS)  # rank 0 most likely says the same, and ends us meanwhile
-    who = where if is_main_process() else f"{where}rank {settings.joined_world()[0]}: "
+    who = where if is_main_process() else f"{where}rank {utils.joined_world()[0]}: "
     trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
     if message is None or wants_traceback:
         sys.stderr.write(trace)
@@ -344,7 +366,7 @@ def tell(error: Exception, where: str = "", wants_traceback: bool = False) -> in
 
 
 def is_main_process() -> bool:
-    return (settings.joined_world() or (0,))[0] == 0
+    return (utils.joined_world() or (0,))[0] == 0
 
 
 def explain(error: Exception) -> str | None:
@@ -361,8 +383,7 @@ def explain_composition(error: Exception) -> str:
     if unknown_option and unknown_option.group(1) in GROUPS:
         group, option = unknown_option.groups()
         options = settings.options(group)
-        return (f"{group}={option} does not exist; allowed: {', '.join(options)}"
-                + settings.near_miss(option, options))
+        return f"{group}={option} does not exist; allowed: {', '.join(options)}" + settings.near_miss(option, options)
     unknown_key = re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", said)
     unknown_key = unknown_key or re.search(r"Key '([^']+)' is not in struct", said)
     if unknown_key and "is already at" not in said:
@@ -372,8 +393,10 @@ def explain_composition(error: Exception) -> str:
         return settings.unknown_key(key, _composed_without(key))
     if "Error parsing override" in said or "mismatched input" in said or "LexerNoViableAlt" in said:
         argument = re.search(r"override '(.*)'", said)
-        return (f"cannot read the argument {argument.group(1) if argument else ''}: write KEY=VALUE, and put quotes "
-                "around values with spaces or special signs: 'KEY=\"VALUE\"'")
+        return (
+            f"cannot read the argument {argument.group(1) if argument else ''}: write KEY=VALUE, and put quotes "
+            "around values with spaces or special signs: 'KEY=\"VALUE\"'"
+        )
     cause = str(error.__cause__ or "")
     return " ".join(f"{said} {cause if cause not in said else ''}".split())
 

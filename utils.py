@@ -2,6 +2,7 @@
 
 torch is imported inside the functions that need it, so that a mistake in the settings is reported before it loads.
 """
+
 import getpass
 import hashlib
 import json
@@ -13,6 +14,8 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import datetime
+
+PROJECT_DIR = os.path.dirname(os.path.abspath(__file__))
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,20 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+
+def joined_world() -> tuple[int, int, int, str] | None:
+    """(rank, size, local rank, starter) when torchrun or srun started this process among others, else None."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), "torchrun"
+    # A batch script's own shell has SLURM_PROCID and SLURM_NTASKS as well, without being one of the tasks. What marks a
+    # task of srun is its step, or an address that was set for the tasks to meet at.
+    if "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "MASTER_ADDR" in env):
+        size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
+        if size > 1:
+            return int(env["SLURM_PROCID"]), size, int(env.get("SLURM_LOCALID", 0)), "srun"
+    return None
 
 
 # ---- Collectives: in a world of one they do nothing -----------------------------------------------------------------
@@ -113,8 +130,10 @@ def check_same(obj_digest: str, what: str, world: World) -> None:
     usual = max(digests, key=digests.count)
     others = [rank for rank, other in enumerate(digests) if other != usual]
     agreeing = [rank for rank, other in enumerate(digests) if other == usual]
-    raise ValueError(f"{what} differs between the processes: {_ranks(others)} not the same as {_ranks(agreeing)}. "
-                     "Start all of them with the same command, the same code and the same files.")
+    raise ValueError(
+        f"{what} differs between the processes: {_ranks(others)} not the same as {_ranks(agreeing)}. "
+        "Start all of them with the same command, the same code and the same files."
+    )
 
 
 def _ranks(ranks: list) -> str:
@@ -158,6 +177,7 @@ def die_with_parent(parent: int = 0) -> None:
         PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
+
         def watch():
             while os.getppid() == parent:
                 time.sleep(1)
@@ -183,7 +203,7 @@ def keep_freed_memory() -> None:
 
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
-        largest = 2 ** 31 - 1  # the values are C ints
+        largest = 2**31 - 1  # the values are C ints
         library.mallopt(-3, largest)  # M_MMAP_THRESHOLD
         library.mallopt(-1, largest)  # M_TRIM_THRESHOLD
 
@@ -212,12 +232,16 @@ def make_run_dir(exp_name: str, local_dirs) -> str:
             return run_dir
         except FileExistsError as error:
             if not os.path.isdir(run_dir):
-                raise ValueError(f"no run folder can be made at {run_dir}: {error.strerror} ({error.filename}). "
-                                 "Set local_dirs to a folder that can be written.") from error
+                raise ValueError(
+                    f"no run folder can be made at {run_dir}: {error.strerror} ({error.filename}). "
+                    "Set local_dirs to a folder that can be written."
+                ) from error
             time.sleep(0.001)
         except OSError as error:
-            raise ValueError(f"no run folder can be made at {run_dir}: {error.strerror}. "
-                             "Set local_dirs to a folder that can be written.") from error
+            raise ValueError(
+                f"no run folder can be made at {run_dir}: {error.strerror}. "
+                "Set local_dirs to a folder that can be written."
+            ) from error
 
 
 def _user() -> str:

@@ -14,14 +14,24 @@ import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOLDER = os.path.join(ROOT, "docs", "benchmarks")
-GROWTH_MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4,
-                "num_key_value_heads": 4}
+GROWTH_MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
 
 
 def measure(job: dict) -> dict:
     """Run a job in a process of its own. A method that fails is reported, not hidden."""
-    run = subprocess.run([sys.executable, "-m", "benchmarks.measure", json.dumps(job)], cwd=ROOT, text=True,
-                         capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"})
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.measure", json.dumps(job)],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"},
+    )
     lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
         return {"failed": (run.stderr or run.stdout).strip().splitlines()[-1][:300]}
@@ -63,14 +73,21 @@ class Table:
             self.rows.append({"name": name, **result})
             return result
         self.work = self.work or result
-        row = {"name": name, "pairs_per_second": self.examples / result["seconds"],
-               "tokens_per_second": self.work["tokens"] / result["seconds"],
-               "peak_gb": result.get("peak_device_bytes", result["peak_bytes"]) / 1e9,
-               "gemm": result["gemm"], "useful": self.work["useful_flops"] / result["seconds"] / result["gemm"],
-               "losses": result["losses"][:4]}
+        row = {
+            "name": name,
+            "pairs_per_second": self.examples / result["seconds"],
+            "tokens_per_second": self.work["tokens"] / result["seconds"],
+            "peak_gb": result.get("peak_device_bytes", result["peak_bytes"]) / 1e9,
+            "gemm": result["gemm"],
+            "useful": self.work["useful_flops"] / result["seconds"] / result["gemm"],
+            "losses": result["losses"][:4],
+        }
         self.rows.append(row)
-        print(f"{name:58} {row['pairs_per_second']:7.3f} {row['tokens_per_second']:9.1f} {row['peak_gb']:8.2f} "
-              f"{row['gemm'] / 1e9:16.0f} {row['useful']:13.1%}  {' '.join(f'{loss:.4f}' for loss in row['losses'])}", flush=True)
+        print(
+            f"{name:58} {row['pairs_per_second']:7.3f} {row['tokens_per_second']:9.1f} {row['peak_gb']:8.2f} "
+            f"{row['gemm'] / 1e9:16.0f} {row['useful']:13.1%}  {' '.join(f'{loss:.4f}' for loss in row['losses'])}",
+            flush=True,
+        )
         return result
 
     def check_losses(self, tolerance: float) -> None:
@@ -83,8 +100,13 @@ class Table:
 
     def markdown(self) -> str:
         base = next((row for row in self.rows if "losses" in row), None)
-        lines = [f"### {self.title}", "", "| method | pairs/s | times the first | useful tokens/s | peak GB | GEMM GFLOP/s "
-                 f"after it | {'MFU (of that rate)' if gpu() else 'useful FLOPs of that rate'} | losses of the first steps |", "|---|" + 7 * "---|"]
+        lines = [
+            f"### {self.title}",
+            "",
+            "| method | pairs/s | times the first | useful tokens/s | peak GB | GEMM GFLOP/s "
+            f"after it | {'MFU (of that rate)' if gpu() else 'useful FLOPs of that rate'} | losses of the first steps |",
+            "|---|" + 7 * "---|",
+        ]
         for row in self.rows:
             if "failed" in row:
                 lines.append(f"| {row['name']} | failed: {row['failed']} | | | | | | |")
@@ -92,21 +114,33 @@ class Table:
             lines.append(
                 f"| {row['name']} | {row['pairs_per_second']:.3f} | {row['pairs_per_second'] / base['pairs_per_second']:.2f} "
                 f"| {row['tokens_per_second']:.0f} | {row['peak_gb']:.2f} | {row['gemm'] / 1e9:.0f} | {row['useful']:.0%} "
-                f"| {', '.join(f'{loss:.4f}' for loss in row['losses'])} |")
+                f"| {', '.join(f'{loss:.4f}' for loss in row['losses'])} |"
+            )
         return "\n".join(lines) + "\n"
 
 
 def preferences(arguments, data: str) -> Table:
-    base = {"model": arguments.model, "data": data, "loss": "dpo", "max_length": arguments.max_length,
-            "batch_size": arguments.batch_size, "examples": arguments.pairs}
-    table = Table(f"DPO, {arguments.pairs} pairs, batch {arguments.batch_size}, max_length {arguments.max_length}", arguments.pairs)
+    base = {
+        "model": arguments.model,
+        "data": data,
+        "loss": "dpo",
+        "max_length": arguments.max_length,
+        "batch_size": arguments.batch_size,
+        "examples": arguments.pairs,
+    }
+    table = Table(
+        f"DPO, {arguments.pairs} pairs, batch {arguments.batch_size}, max_length {arguments.max_length}",
+        arguments.pairs,
+    )
     table.add("ours", measure(base | {"what": "ours"}))
-    for name, overrides in (("ours, prefix_sharing=false", ["prefix_sharing=false"]),
-                            ("ours, padded rows (model.attention=plain)", ["model.attention=plain"]),
-                            ("ours, reference.mode=online", ["reference.mode=online"]),
-                            ("ours, tokens_per_microbatch=512", ["tokens_per_microbatch=512"]),
-                            ("ours, tokens_per_microbatch=8192", ["tokens_per_microbatch=8192"]),
-                            ("ours, activation_checkpointing=true", ["activation_checkpointing=true"])):
+    for name, overrides in (
+        ("ours, prefix_sharing=false", ["prefix_sharing=false"]),
+        ("ours, padded rows (model.attention=plain)", ["model.attention=plain"]),
+        ("ours, reference.mode=online", ["reference.mode=online"]),
+        ("ours, tokens_per_microbatch=512", ["tokens_per_microbatch=512"]),
+        ("ours, tokens_per_microbatch=8192", ["tokens_per_microbatch=8192"]),
+        ("ours, activation_checkpointing=true", ["activation_checkpointing=true"]),
+    ):
         if not arguments.quick:
             table.add(name, measure(base | {"what": "ours", "overrides": overrides}))
     rows = measure(base | {"what": "order"})["rows"]
@@ -115,7 +149,10 @@ def preferences(arguments, data: str) -> Table:
             if arguments.quick and at_once == arguments.batch_size:
                 continue
             job = base | {"what": "trl", "rows": rows, "precompute": precompute, "rows_at_once": at_once}
-            table.add(f"TRL DPOTrainer, {'precomputed' if precompute else 'live'} reference, {at_once} pairs at once", measure(job))
+            table.add(
+                f"TRL DPOTrainer, {'precomputed' if precompute else 'live'} reference, {at_once} pairs at once",
+                measure(job),
+            )
     table.add("textbook: two rows a pair, full logits, live reference", measure(base | {"what": "textbook"}))
     table.add("ours, once more", measure(base | {"what": "ours"}))  # what the machine's moods are worth
     table.check_losses(2e-3)
@@ -123,11 +160,19 @@ def preferences(arguments, data: str) -> Table:
 
 
 def supervised(arguments, data: str) -> Table:
-    base = {"model": arguments.model, "data": data, "loss": "sft", "max_length": arguments.max_length,
-            "batch_size": arguments.batch_size, "examples": arguments.pairs}
-    table = Table(f"SFT, {arguments.pairs} responses, batch {arguments.batch_size}, max_length {arguments.max_length} "
-                  "(TRL's loss is a mean over tokens, ours a sum over each response: losses differ by that factor)",
-                  arguments.pairs)
+    base = {
+        "model": arguments.model,
+        "data": data,
+        "loss": "sft",
+        "max_length": arguments.max_length,
+        "batch_size": arguments.batch_size,
+        "examples": arguments.pairs,
+    }
+    table = Table(
+        f"SFT, {arguments.pairs} responses, batch {arguments.batch_size}, max_length {arguments.max_length} "
+        "(TRL's loss is a mean over tokens, ours a sum over each response: losses differ by that factor)",
+        arguments.pairs,
+    )
     table.add("ours", measure(base | {"what": "ours"}))
     rows = measure(base | {"what": "order"})["rows"]
     table.add("TRL SFTTrainer", measure(base | {"what": "trl", "rows": rows, "rows_at_once": arguments.batch_size}))
@@ -148,33 +193,56 @@ def many_responses(arguments, data: str, folder: str) -> Table:
             responses = [" " + some(75) for _ in range(4)]
             pairs = [[i, j] for i in range(4) for j in range(i + 1, 4)]
             prompt = "\n\nHuman: " + some(85) + "\n\nAssistant:"
-            file.write(json.dumps({"prompt": prompt, "responses": responses, "pairs": pairs, "sft_target": responses[0]}) + "\n")
+            file.write(
+                json.dumps({"prompt": prompt, "responses": responses, "pairs": pairs, "sft_target": responses[0]})
+                + "\n"
+            )
             if number < prompts:
                 rows += [{"prompt": prompt, "chosen": responses[i], "rejected": responses[j]} for i, j in pairs]
     examples = 6 * prompts
-    base = {"model": arguments.model, "data": path, "loss": "dpo", "max_length": 512, "batch_size": 24, "examples": examples,
-            "overrides": ["shuffle=prompts"]}
+    base = {
+        "model": arguments.model,
+        "data": path,
+        "loss": "dpo",
+        "max_length": 512,
+        "batch_size": 24,
+        "examples": examples,
+        "overrides": ["shuffle=prompts"],
+    }
     table = Table(f"4 responses and 6 pairs a prompt, {examples} pairs, batch 24", examples)
     table.add("ours, shuffle=prompts", measure(base | {"what": "ours"}))
     table.add("ours, prompt shared over each pair only", measure(base | {"what": "ours", "pairwise": True}))
-    table.add("ours, no sharing", measure(base | {"what": "ours", "pairwise": True,
-                                                  "overrides": base["overrides"] + ["prefix_sharing=false"]}))
-    table.add("TRL DPOTrainer, live reference, 2 pairs at once", measure(base | {
-        "what": "trl", "rows": rows, "precompute": False, "rows_at_once": 2}))
+    table.add(
+        "ours, no sharing",
+        measure(base | {"what": "ours", "pairwise": True, "overrides": base["overrides"] + ["prefix_sharing=false"]}),
+    )
+    table.add(
+        "TRL DPOTrainer, live reference, 2 pairs at once",
+        measure(base | {"what": "trl", "rows": rows, "precompute": False, "rows_at_once": 2}),
+    )
     table.check_losses(2e-3)
     return table
 
 
 def growth(folder: str, loss: str) -> dict:
     """Time and peak memory against sequence length, vocabulary, batch size and data-set size, on a small random model."""
+
     def write(name: str, rows: int, length: int) -> str:
         path = os.path.join(folder, f"{name}.jsonl")
         draw = random.Random(0)
         with open(path, "w") as file:
             for number in range(rows):
                 letters = lambda n: "".join(draw.choice("abcdefgh ") for _ in range(n))  # noqa: E731
-                file.write(json.dumps({"prompt": f"{number:06d}" + letters(length // 3 - 6), "chosen": letters(length // 3),
-                                       "rejected": letters(length // 3 - 2)}) + "\n")
+                file.write(
+                    json.dumps(
+                        {
+                            "prompt": f"{number:06d}" + letters(length // 3 - 6),
+                            "chosen": letters(length // 3),
+                            "rejected": letters(length // 3 - 2),
+                        }
+                    )
+                    + "\n"
+                )
         return path
 
     base = {"loss": loss, "examples": 32, "batch_size": 8, "max_length": 2048, "what": "ours"}
@@ -184,10 +252,13 @@ def growth(folder: str, loss: str) -> dict:
         job = base | {"data": write(f"length-{length}", 64, length), "random_config": GROWTH_MODEL}
         series["tokens a pair"].append((length, measure(job)))
     for vocabulary in (1024, 8192, 32768, 131072):
-        series["vocabulary"].append((vocabulary, measure(base | {
-            "data": small, "random_config": GROWTH_MODEL | {"vocab_size": vocabulary}})))
+        series["vocabulary"].append(
+            (vocabulary, measure(base | {"data": small, "random_config": GROWTH_MODEL | {"vocab_size": vocabulary}}))
+        )
     for batch in (4, 8, 16, 32):
-        series["batch size"].append((batch, measure(base | {"data": small, "batch_size": batch, "random_config": GROWTH_MODEL})))
+        series["batch size"].append(
+            (batch, measure(base | {"data": small, "batch_size": batch, "random_config": GROWTH_MODEL}))
+        )
     for rows in (1000, 4000, 16000, 64000):
         job = base | {"data": write(f"rows-{rows}", rows, 96), "random_config": GROWTH_MODEL}
         series["pairs in the data set"].append((rows, measure(job)))
@@ -206,8 +277,13 @@ def plot(series: dict, path: str) -> None:
     for loss, found in series.items():
         for column, name in enumerate(names):
             points = [(x, result) for x, result in found[name] if "failed" not in result]
-            values = [("seconds for 32 examples", [result["seconds"] for _, result in points]),
-                      ("peak memory, GB", [result.get("peak_device_bytes", result["peak_bytes"]) / 1e9 for _, result in points])]
+            values = [
+                ("seconds for 32 examples", [result["seconds"] for _, result in points]),
+                (
+                    "peak memory, GB",
+                    [result.get("peak_device_bytes", result["peak_bytes"]) / 1e9 for _, result in points],
+                ),
+            ]
             for axis, (label, ys) in zip(axes[:, column], values):
                 axis.plot([x for x, _ in points], ys, marker="o", label=loss)
                 axis.set_xlabel(name)
@@ -228,15 +304,22 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--only", nargs="+", choices=["dpo", "sft", "responses", "growth"],
-                        default=["dpo", "sft", "responses", "growth"], help="parts to measure")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=["dpo", "sft", "responses", "growth"],
+        default=["dpo", "sft", "responses", "growth"],
+        help="parts to measure",
+    )
     parser.add_argument("--quick", action="store_true", help="ours, TRL at its best setting and the textbook loop only")
     parser.add_argument("--name", default=None, help="name of the page under docs/benchmarks")
     arguments = parser.parse_args()
     arguments.model = os.path.abspath(arguments.model)
     arguments.data = os.path.abspath(arguments.data)
 
-    commit = git("rev-parse", "--short", "HEAD") + (" with uncommitted changes" if git("status", "--porcelain", "-uno") else "")
+    commit = git("rev-parse", "--short", "HEAD") + (
+        " with uncommitted changes" if git("status", "--porcelain", "-uno") else ""
+    )
     date = datetime.date.today().isoformat()
     speed = measure({"what": "gemm"})
     rate = speed["flops_per_second"]
@@ -244,25 +327,41 @@ def main() -> None:
     print(head)
     with tempfile.TemporaryDirectory() as folder:
         data = os.path.join(folder, "pairs.jsonl")
-        prepared = measure({"what": "prepare", "data": arguments.data, "model": arguments.model, "examples": arguments.pairs,
-                            "max_length": arguments.max_length, "batch_size": arguments.batch_size, "write_to": data})
+        prepared = measure(
+            {
+                "what": "prepare",
+                "data": arguments.data,
+                "model": arguments.model,
+                "examples": arguments.pairs,
+                "max_length": arguments.max_length,
+                "batch_size": arguments.batch_size,
+                "write_to": data,
+            }
+        )
         if "failed" in prepared:
             sys.exit(prepared["failed"])
         only = ["dpo"] if arguments.quick else arguments.only
-        parts = {"dpo": lambda: preferences(arguments, data), "sft": lambda: supervised(arguments, data),
-                 "responses": lambda: many_responses(arguments, data, folder)}
+        parts = {
+            "dpo": lambda: preferences(arguments, data),
+            "sft": lambda: supervised(arguments, data),
+            "responses": lambda: many_responses(arguments, data, folder),
+        }
         tables = [measure_part() for name, measure_part in parts.items() if name in only]
         series = {loss: growth(folder, loss) for loss in ("dpo", "sft")} if "growth" in only else None
     name = arguments.name or f"{date}-{'gpu' if gpu() else 'cpu'}"
     os.makedirs(FOLDER, exist_ok=True)
     with open(os.path.join(FOLDER, name + ".md"), "w") as file:
-        file.write(f"# Benchmark of {date}\n\n{head}.\n\nWritten by `scripts/benchmark`. \"Useful\" counts each prompt and each "
-                   "response once, and the reference's forward pass. Peak memory is of the whole process.\n\n")
+        file.write(
+            f'# Benchmark of {date}\n\n{head}.\n\nWritten by `scripts/benchmark`. "Useful" counts each prompt and each '
+            "response once, and the reference's forward pass. Peak memory is of the whole process.\n\n"
+        )
         file.write("\n".join(table.markdown() for table in tables))
         if series:
             plot(series, os.path.join(FOLDER, name + ".svg"))
-            file.write("\n### Growth\n\nA random Llama (4 layers, width 256), 32 pairs or, for SFT, 32 responses.\n\n"
-                       f"![growth]({name}.svg)\n")
+            file.write(
+                "\n### Growth\n\nA random Llama (4 layers, width 256), 32 pairs or, for SFT, 32 responses.\n\n"
+                f"![growth]({name}.svg)\n"
+            )
     with open(os.path.join(FOLDER, name + ".json"), "w") as file:
         json.dump({"head": head, "tables": [table.rows for table in tables], "growth": series}, file, indent=1)
     print(f"\nwritten: docs/benchmarks/{name}.md")

@@ -29,12 +29,32 @@ def compose(job: dict, folder: str, *overrides: str):
 
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     with initialize_config_dir(os.path.join(root, "config"), version_base="1.3"):
-        config = hydra_compose("config", overrides=[
-            f"loss={job['loss']}", f"datasets=[{job['data']}]", f"max_length={job['max_length']}",
-            f"max_prompt_length={job['max_length'] // 2}", f"batch_size={job['batch_size']}", f"n_examples={job['examples']}",
-            f"local_dirs=[{folder}]", "wandb.enabled=false", "debug=true", "do_first_eval=false", "sample_during_eval=false",
-            "optimizer=AdamW", "+optimizer_kwargs.weight_decay=0.0", f"lr={LR}", "warmup_steps=0", "eval_every=1000000000",
-            "n_eval_examples=1", "data.test_fraction=0.01", *model_overrides(job), *job.get("overrides", []), *overrides])
+        config = hydra_compose(
+            "config",
+            overrides=[
+                f"loss={job['loss']}",
+                f"datasets=[{job['data']}]",
+                f"max_length={job['max_length']}",
+                f"max_prompt_length={job['max_length'] // 2}",
+                f"batch_size={job['batch_size']}",
+                f"n_examples={job['examples']}",
+                f"local_dirs=[{folder}]",
+                "wandb.enabled=false",
+                "debug=true",
+                "do_first_eval=false",
+                "sample_during_eval=false",
+                "optimizer=AdamW",
+                "+optimizer_kwargs.weight_decay=0.0",
+                f"lr={LR}",
+                "warmup_steps=0",
+                "eval_every=1000000000",
+                "n_eval_examples=1",
+                "data.test_fraction=0.01",
+                *model_overrides(job),
+                *job.get("overrides", []),
+                *overrides,
+            ],
+        )
     settings.validate(config)
     return settings.finalize(config)
 
@@ -47,7 +67,7 @@ def model_overrides(job: dict) -> list[str]:
 
 def trainer_of(job: dict, folder: str):
     import trainers
-    from launch import visible_devices
+    from parallel.launch import visible_devices
     from utils import World
 
     config = compose(job, folder)
@@ -65,8 +85,8 @@ def ours(job: dict) -> dict:
 
         def timed():
             if job.get("pairwise"):  # before the reference's pass, which then shares no more either
-                for plan in (trainer.plan, trainer.eval_plan):
-                    share_over_pairs_only(plan.mixture)
+                for sampler in (trainer.sampler, trainer.eval_sampler):
+                    share_over_pairs_only(sampler.mixture)
             start = clock(torch)
             reference = make_reference()
             spent.append(clock(torch) - start)
@@ -76,7 +96,7 @@ def ours(job: dict) -> dict:
         trainer.prepare()
         losses = []
         start = clock(torch)
-        for step in trainer.plan.steps():
+        for step in trainer.sampler.steps():
             total, count = trainer.train_step(step)["loss/train"]
             losses.append(total / count)
         seconds = clock(torch) - start + sum(spent)
@@ -108,11 +128,12 @@ def useful_work(trainer) -> dict:
     head = trainer.policy.get_output_embeddings().weight
     embeddings = {id(head), id(trainer.policy.get_input_embeddings().weight)}
     body = sum(p.numel() for p in trainer.policy.parameters() if id(p) not in embeddings)
-    width = settings.num_attention_heads * (getattr(settings, "head_dim", None)
-                                            or settings.hidden_size // settings.num_attention_heads)
+    width = settings.num_attention_heads * (
+        getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    )
     tokens = scored = attended = 0
-    for number in range(trainer.plan.n_steps):
-        for unit in trainer.plan.mixture.units(trainer.plan.numbers(number)):
+    for number in range(trainer.sampler.n_steps):
+        for unit in trainer.sampler.mixture.units(trainer.sampler.example_indices(number)):
             prompt, responses = len(unit.prompt), [len(response) for response in unit.responses]
             tokens += prompt + sum(responses)
             scored += sum(responses)
@@ -129,7 +150,7 @@ def textbook(job: dict) -> dict:
     import torch
     from transformers import AutoModelForCausalLM
 
-    import batching
+    from data import batching
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(job, folder)
@@ -142,14 +163,16 @@ def textbook(job: dict) -> dict:
             reference = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).to(device).eval()
 
         def logps(model, batch):
-            logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits.float()
+            logits = model(
+                input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+            ).logits.float()
             each = logits.log_softmax(-1).flatten(0, 1)[batch.predictors, batch.targets]
             return torch.zeros(len(batch.lengths), device=device).index_add(0, batch.response_of, each)
 
         losses = []
         start = clock(torch)
-        for number in range(trainer.plan.n_steps):
-            units = trainer.plan.mixture.units(trainer.plan.numbers(number))
+        for number in range(trainer.sampler.n_steps):
+            units = trainer.sampler.mixture.units(trainer.sampler.example_indices(number))
             batch = batching.pad(units, trainer.tokenizer.pad_token_id).to(device)
             found = logps(policy, batch)
             chosen, rejected = batch.pairs.T
@@ -186,14 +209,29 @@ def trl(job: dict) -> dict:
         model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(job["model"])
         common = {
-            "output_dir": folder, "max_steps": -1, "num_train_epochs": 1, "learning_rate": LR, "weight_decay": 0.0,
-            "lr_scheduler_type": "constant", "max_grad_norm": 10.0, "logging_steps": 1, "report_to": [], "seed": 0,
-            "save_strategy": "no", "max_length": job["max_length"], "optim": "adamw_torch", "disable_tqdm": True,
-            "train_sampling_strategy": "sequential", "bf16": False, "use_cpu": not torch.cuda.is_available(),
+            "output_dir": folder,
+            "max_steps": -1,
+            "num_train_epochs": 1,
+            "learning_rate": LR,
+            "weight_decay": 0.0,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 10.0,
+            "logging_steps": 1,
+            "report_to": [],
+            "seed": 0,
+            "save_strategy": "no",
+            "max_length": job["max_length"],
+            "optim": "adamw_torch",
+            "disable_tqdm": True,
+            "train_sampling_strategy": "sequential",
+            "bf16": False,
+            "use_cpu": not torch.cuda.is_available(),
             "per_device_train_batch_size": job["rows_at_once"],
             "gradient_accumulation_steps": job["batch_size"] // job["rows_at_once"],
-            "gradient_checkpointing": job.get("checkpointing", False), "dataloader_pin_memory": False,
+            "gradient_checkpointing": job.get("checkpointing", False),
+            "dataloader_pin_memory": False,
         }
+
         class Log(TrainerCallback):
             losses: list[float] = []
             start = None
@@ -207,18 +245,31 @@ def trl(job: dict) -> dict:
 
         if job["loss"] == "sft":
             data = Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows])
-            trainer = library.SFTTrainer(model, library.SFTConfig(**common, packing=job.get("packing", False)),
-                                         train_dataset=data, processing_class=tokenizer, callbacks=[Log()])
+            trainer = library.SFTTrainer(
+                model,
+                library.SFTConfig(**common, packing=job.get("packing", False)),
+                train_dataset=data,
+                processing_class=tokenizer,
+                callbacks=[Log()],
+            )
         else:
             data = Dataset.from_list(rows)
             # Precomputed log-probs are worked out when training starts, or while the trainer is made: both are timed,
             # tokenising is not (on_train_begin comes after it).
-            config = library.DPOConfig(**common, beta=BETA, precompute_ref_log_probs=job["precompute"],
-                                       precompute_ref_batch_size=job["rows_at_once"])
-            precompute = library.DPOTrainer._precompute_ref_logps if hasattr(
-                library.DPOTrainer, "_precompute_ref_logps") else None
+            config = library.DPOConfig(
+                **common,
+                beta=BETA,
+                precompute_ref_log_probs=job["precompute"],
+                precompute_ref_batch_size=job["rows_at_once"],
+            )
+            precompute = (
+                library.DPOTrainer._precompute_ref_logps
+                if hasattr(library.DPOTrainer, "_precompute_ref_logps")
+                else None
+            )
             spent = []
             if precompute is not None:
+
                 def timed(self, *args, **kwargs):
                     start = clock(torch)
                     found = precompute(self, *args, **kwargs)
@@ -226,7 +277,9 @@ def trl(job: dict) -> dict:
                     return found
 
                 library.DPOTrainer._precompute_ref_logps = timed
-            trainer = library.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Log()])
+            trainer = library.DPOTrainer(
+                model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Log()]
+            )
         trainer.train()
         seconds = clock(torch) - Log.start
         if job["loss"] != "sft":
@@ -256,20 +309,24 @@ def gemm(job: dict) -> dict:
 def prepare(job: dict) -> dict:
     """The rows that every method gets: pairs that fit max_length, in this project's order of the first epoch."""
     with tempfile.TemporaryDirectory() as folder:
-        import models
-
+        from modeling import loading
         from preference_datasets import get_dataset
 
         config = compose(job | {"loss": "dpo"}, folder)
-        tokenizer = models.load_tokenizer(config)
+        tokenizer = loading.load_tokenizer(config)
         rows = []
         for prompt, group in get_dataset(job["data"], "train", config).items():
             for chosen, rejected in group["pairs"][:1]:  # one pair a prompt, so that a row number names it
                 longest = max((group["responses"][i] for i in (chosen, rejected)), key=len)
                 fits = len(tokenizer(prompt + longest)["input_ids"]) + 1 <= job["max_length"]
                 if isinstance(prompt, str) and fits:
-                    rows.append({"prompt": prompt, "chosen": group["responses"][chosen],
-                                 "rejected": group["responses"][rejected]})
+                    rows.append(
+                        {
+                            "prompt": prompt,
+                            "chosen": group["responses"][chosen],
+                            "rejected": group["responses"][rejected],
+                        }
+                    )
             if len(rows) >= 1.1 * job["examples"] + 8:  # a few are held out by a hash of their prompts
                 break
         with open(job["write_to"], "w") as file:
@@ -281,25 +338,33 @@ def prepare(job: dict) -> dict:
 def order(job: dict) -> dict:
     """Rows in the order in which this project trains on them, as text."""
     with tempfile.TemporaryDirectory() as folder:
-        import models
-        from batching import Mixture
-        from tokenization import load_tokenized
+        from data.batching import DatasetMixture
+        from data.tokenization import load_tokenized
+        from modeling import loading
 
         config = compose(job, folder)
-        tokenizer = models.load_tokenizer(config)
+        tokenizer = loading.load_tokenizer(config)
         dataset = load_tokenized(job["data"], "train", tokenizer, config, sft=job["loss"] == "sft")
         with open(job["data"]) as file:
             source = [json.loads(line) for line in file]
-        wanted = Mixture([dataset]).order(config.seed, 0)[: job["examples"]]
-        return {"rows": [source[int(dataset.rows[dataset.examples[number, 0]]) - job.get("first_row", 1)] for number in wanted]}
+        wanted = DatasetMixture([dataset]).epoch_permutation(config.seed, 0)[: job["examples"]]
+        return {
+            "rows": [
+                source[int(dataset.rows[dataset.examples[number, 0]]) - job.get("first_row", 1)] for number in wanted
+            ]
+        }
 
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    result = {"ours": ours, "textbook": textbook, "trl": trl, "gemm": gemm, "prepare": prepare, "order": order}[job["what"]](job)
+    result = {"ours": ours, "textbook": textbook, "trl": trl, "gemm": gemm, "prepare": prepare, "order": order}[
+        job["what"]
+    ](job)
     if "seconds" in result:  # a shared machine's rate moves from minute to minute
         result |= {"gemm": gemm({"seconds": 0.5})["flops_per_second"]}
-    result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     import torch
 
     if torch.cuda.is_available():

@@ -32,8 +32,10 @@ KINDS: dict[str, tuple[str, dict]] = {
     "mistral": ("mistral", dict(_LLAMA, sliding_window=WINDOW)),
     "cohere": ("cohere", dict(_LLAMA, logit_scale=0.3)),
     "granite": ("granite", dict(_LLAMA, logits_scaling=3.0)),
-    "opt": ("opt", dict(hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4,
-                        word_embed_proj_dim=64)),
+    "opt": (
+        "opt",
+        dict(hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64),
+    ),
     "falcon": ("falcon", dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)),
     "bloom": ("bloom", dict(hidden_size=64, n_layer=2, n_head=4)),  # ALiBi
     "mamba": ("mamba", dict(hidden_size=64, num_hidden_layers=2, state_size=8)),  # recurrent
@@ -49,8 +51,9 @@ SLIDING = ("gemma2", "gemma3_text", "mistral", "gpt_oss")
 def settings(name: str, **overrides):
     """The transformers configuration of a kind."""
     kind, values = KINDS[name]
-    return AutoConfig.for_model(kind, **{**dict(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2),
-                                         **values, **overrides})
+    return AutoConfig.for_model(
+        kind, **{**dict(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2), **values, **overrides}
+    )
 
 
 def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, spread: float = 4.0, **overrides):

@@ -1,4 +1,5 @@
 """What all tests share: the project on the path, few threads, no network, and short ways to compose and run."""
+
 import os
 import subprocess
 import sys
@@ -30,9 +31,17 @@ def compose():
 @pytest.fixture
 def command(tmp_path):
     """Runs `python train.py ARGUMENTS` in an empty folder; gives the completed process."""
+
     def run(*arguments: str, cwd=tmp_path, timeout: float = 60, **environment: str):
-        return subprocess.run([sys.executable, str(ROOT / "train.py"), *arguments], cwd=cwd, timeout=timeout, text=True,
-                              capture_output=True, env={**os.environ, **environment})
+        return subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), *arguments],
+            cwd=cwd,
+            timeout=timeout,
+            text=True,
+            capture_output=True,
+            env={**os.environ, **environment},
+        )
+
     return run
 
 

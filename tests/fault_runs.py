@@ -27,9 +27,20 @@ sys.path[:0] = [entry for entry in (str(ROOT), str(ROOT / "tests")) if entry not
 
 # Values that differ between two runs of the same thing.
 CLOCKED = ("time", "examples_per_second", "tokens_per_second", "memory/peak_gb")
-SUBJECTS = ("rain", "bread", "a violin", "chess", "the moon", "an old clock", "salt", "a bee", "glass", "the tide",
-            "ink")
-# The stages of a save (checkpoints.hooks) at which every rank comes by, and those of rank 0 alone.
+SUBJECTS = (
+    "rain",
+    "bread",
+    "a violin",
+    "chess",
+    "the moon",
+    "an old clock",
+    "salt",
+    "a bee",
+    "glass",
+    "the tide",
+    "ink",
+)
+# The stages of a save (checkpointer.hooks) at which every rank comes by, and those of rank 0 alone.
 STAGES_OF_ALL = ("state", "rng", "checksum")
 STAGES = ("open", "state", "rng", "policy", "checksum", "manifest", "rename", "latest", "retention")
 
@@ -41,8 +52,12 @@ def write_data(folder: Path) -> Path:
     def row(number, pairs):
         word = SUBJECTS[number % len(SUBJECTS)]
         responses = [f" {word} is {'quite ' * (number % 3)}{number * 3 + k}." for k in range(3)]
-        return {"prompt": f"Of {word}:", "responses": responses, "pairs": [[0, k + 1] for k in range(pairs)],
-                "sft_target": responses[0]}
+        return {
+            "prompt": f"Of {word}:",
+            "responses": responses,
+            "pairs": [[0, k + 1] for k in range(pairs)],
+            "sft_target": responses[0],
+        }
 
     for name, rows in (("train", [row(n, 2) for n in range(11)]), ("test", [row(20 + n, 1) for n in range(6)])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -51,14 +66,35 @@ def write_data(folder: Path) -> Path:
 
 def arguments(folder: Path, *overrides: str) -> list[str]:
     """A command line of a run of 18 steps over 3 epochs, a checkpoint every second step, an evaluation every third."""
-    values = dict(value.split("=", 1) for value in (
-        "model=tiny", "model.random_config.hidden_size=32", "model.random_config.intermediate_size=48", "loss=dpo",
-        f"datasets=[{folder}/data]", f"local_dirs=[{folder}/runs]", f"data.cache_dir={folder}/tokens", "device=cpu",
-        f"reference.cache_dir={folder}/reference", "data.num_workers=1", "wandb.enabled=false", "n_epochs=3",
-        "batch_size=4", "optimizer=AdamW", "lr=1e-3", "warmup_steps=3", "schedule=cosine",
-        "minimum_log_interval_secs=0",
-        "eval_every=12", "checkpoint.every=8", "checkpoint.formats=[state,policy]", "eval_batch_size=4",
-        "n_eval_model_samples=2", "sampling.max_new_tokens=3"))
+    values = dict(
+        value.split("=", 1)
+        for value in (
+            "model=tiny",
+            "model.random_config.hidden_size=32",
+            "model.random_config.intermediate_size=48",
+            "loss=dpo",
+            f"datasets=[{folder}/data]",
+            f"local_dirs=[{folder}/runs]",
+            f"data.cache_dir={folder}/tokens",
+            "device=cpu",
+            f"reference.cache_dir={folder}/reference",
+            "data.num_workers=1",
+            "wandb.enabled=false",
+            "n_epochs=3",
+            "batch_size=4",
+            "optimizer=AdamW",
+            "lr=1e-3",
+            "warmup_steps=3",
+            "schedule=cosine",
+            "minimum_log_interval_secs=0",
+            "eval_every=12",
+            "checkpoint.every=8",
+            "checkpoint.formats=[state,policy]",
+            "eval_batch_size=4",
+            "n_eval_model_samples=2",
+            "sampling.max_new_tokens=3",
+        )
+    )
     values |= dict(value.split("=", 1) for value in overrides)
     if values["loss"] == "sft" or values.get("reference.mode") == "online":
         del values["reference.cache_dir"]
@@ -79,14 +115,14 @@ def serve() -> None:
 
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: an orphan becomes a child of this process, and is seen
     import torch
-    import torch.distributed.checkpoint  # noqa: F401
-    import torch.distributed.fsdp  # noqa: F401
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
     import torch.multiprocessing
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import sharding  # noqa: F401
     import train
     import trainers  # noqa: F401
+    from parallel import sharding  # noqa: F401
 
     torch.set_num_threads(1)
     real = torch.multiprocessing.get_context
@@ -146,7 +182,7 @@ def _run(train, job) -> None:
 def _hook(path: str, kill: dict | None) -> None:
     """Write down each stage of a save as it begins, and kill at the one that `kill` names:
     {"stage", "nth": how often it comes by first, "rank": that rank alone; all processes of the run without it}."""
-    import checkpoints
+    from checkpoint import checkpointer
 
     top, record, passed = os.getpid(), os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), [0]
 
@@ -167,7 +203,7 @@ def _hook(path: str, kill: dict | None) -> None:
                     os.kill(pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoints.hooks.append(at)
+    checkpointer.hooks.append(at)
 
 
 def descendants(pid: int) -> list[int]:
@@ -248,8 +284,12 @@ class Forge:
     def __enter__(self) -> Forge:
         write_data(self.folder / "data")
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+            [sys.executable, __file__, "serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
         assert json.loads(self.process.stdout.readline() or "{}").get("ready"), "the forge did not start"
         return self
 
@@ -263,16 +303,28 @@ class Forge:
         self.process.wait(30)
         self.process.stdout.close()
 
-    def start(self, *overrides: str, kill: dict | None = None, prepare: str = "", plain: bool = False,
-              **environment: str) -> Started:
+    def start(
+        self, *overrides: str, kill: dict | None = None, prepare: str = "", plain: bool = False, **environment: str
+    ) -> Started:
         """Start a run. `plain`: with these arguments alone; `prepare`: Python that the run's process executes first."""
         number = len(self.started)
         run = Started(self, number, self.folder / f"log-{number}.txt", self.folder / f"stages-{number}")
         self.started.append(run)
         words = list(overrides) if plain else arguments(self.folder, *overrides)
-        self.process.stdin.write(json.dumps({
-            "id": number, "arguments": words, "log": str(run.log), "stages": str(run.stages), "kill": kill,
-            "prepare": prepare, "environment": environment}) + "\n")
+        self.process.stdin.write(
+            json.dumps(
+                {
+                    "id": number,
+                    "arguments": words,
+                    "log": str(run.log),
+                    "stages": str(run.stages),
+                    "kill": kill,
+                    "prepare": prepare,
+                    "environment": environment,
+                }
+            )
+            + "\n"
+        )
         self.process.stdin.flush()
         while run.pid is None:
             assert self.listen(10.0), "the forge is gone"
@@ -316,7 +368,7 @@ def tensors(step: Path) -> dict:
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from archives import InertReader
+    from checkpoint.archives import InertReader
 
     stored = InertReader(step / "state").read_metadata().state_dict_metadata
     found = {key: torch.empty(meta.size, dtype=meta.properties.dtype) for key, meta in stored.items()}
@@ -356,8 +408,11 @@ def differences(one: Path, other: Path) -> list[str]:
 
 def leftovers(folder: Path) -> list[str]:
     """Temporary files and folders below a folder."""
-    return [str(path.relative_to(folder)) for path in Path(folder).rglob("*")
-            if ".tmp" in path.name or path.name.endswith(".replaced") or path.name == ".heartbeat"]
+    return [
+        str(path.relative_to(folder))
+        for path in Path(folder).rglob("*")
+        if ".tmp" in path.name or path.name.endswith(".replaced") or path.name == ".heartbeat"
+    ]
 
 
 # ---- Killing over and over ------------------------------------------------------------------------------------------
@@ -383,8 +438,14 @@ class Counts:
             self.stages[run.stage] = self.stages.get(run.stage, 0) + 1
 
 
-def kill_and_resume(forge: Forge, settings: tuple[str, ...], kills: int, seed: int, say=lambda text: None,
-                    ways: tuple[str, ...] = ("time", "time", "folder", "hook", "hook", "rank")) -> Counts:
+def kill_and_resume(
+    forge: Forge,
+    settings: tuple[str, ...],
+    kills: int,
+    seed: int,
+    say=lambda text: None,
+    ways: tuple[str, ...] = ("time", "time", "folder", "hook", "hook", "rank"),
+) -> Counts:
     """Kill runs of these settings `kills` times in all and resume them each time, until they finish; compare.
 
     Ways to kill: at a random time ("time"), a random moment after a save's folder appears ("folder"), at a random stage
@@ -420,8 +481,10 @@ def kill_and_resume(forge: Forge, settings: tuple[str, ...], kills: int, seed: i
             left = forge.orphans()
             if left:
                 counts.wrong.append(f"orphans after a kill by {how}: {left}")
-            say(f"{counts.kills} kills, {counts.in_a_save} in a save, {counts.finished} runs finished; last: {how}"
-                f"{' ' + run.stage if run.in_a_save else ''}, exit code {code}")
+            say(
+                f"{counts.kills} kills, {counts.in_a_save} in a save, {counts.finished} runs finished; last: {how}"
+                f"{' ' + run.stage if run.in_a_save else ''}, exit code {code}"
+            )
         counts.finished += 1
         counts.wrong += [f"{folder.name}: {text}" for text in differences(calm, folder)]
         counts.wrong += [f"left behind: {name}" for name in leftovers(forge.folder)]

@@ -2,6 +2,7 @@
 
 python measured_pass.py CASE.json: {overrides, model, unit, passes, fsdp: ranks or 0}
 """
+
 import json
 import os
 import sys
@@ -14,11 +15,9 @@ import torch
 from hydra import compose, initialize_config_dir
 from transformers import AutoConfig
 
-import memory_plan
-import memory_trace
-import models
-import scoring
 import settings
+from modeling import loading, scoring
+from planning import memory_plan, memory_trace
 
 
 class AsItIs:
@@ -50,7 +49,7 @@ def resident(key: str) -> int:
 def build(model_settings, config, frozen=False):
     model = memory_trace._build(model_settings, torch.float32)
     if int(config.activation_checkpointing) and not frozen:
-        models.checkpoint_activations(models.find_blocks(model, None), int(config.activation_checkpointing))
+        loading.checkpoint_activations(loading.find_blocks(model, None), int(config.activation_checkpointing))
     scoring.use_attention(model, "packed_sdpa")
     return model.requires_grad_(not frozen)
 
@@ -76,8 +75,9 @@ def optimizer_of(config, policy):
 
 def measure(case):
     with initialize_config_dir(settings.CONFIG_DIR, version_base="1.3"):
-        config = settings.finalize(compose("config", overrides=[
-            "model=tiny", "model.block_name=null", "device=cpu", *case["overrides"]]))
+        config = settings.finalize(
+            compose("config", overrides=["model=tiny", "model.block_name=null", "device=cpu", *case["overrides"]])
+        )
     work = memory_trace.Work(case["unit"][0], tuple(case["unit"][1]), case["unit"][2])
     online = config.loss.name != "sft" and config.reference.mode == "online"
     small = AutoConfig.for_model(**{**case["model"], "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64})
@@ -107,13 +107,13 @@ def measure_sharded(config, big, work, batch, ranks):
     from torch.distributed.fsdp import register_fsdp_forward_method
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import sharding
+    from parallel import sharding
     from utils import World
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     mesh = sharding.build_mesh(config, World(0, ranks, 0, "cpu"))
     policy = build(big, config)
-    sharding.shard(policy, models.find_blocks(policy, None), mesh, config, False, False)
+    sharding.apply_fsdp(policy, loading.find_blocks(policy, None), mesh, config, False, False)
     register_fsdp_forward_method(policy, "response_logps")
     local = [p.to_local() for p in policy.parameters()]
     counter = TrueBytes([*local, *policy.buffers()])

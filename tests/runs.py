@@ -23,22 +23,47 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
 from conftest import compose_config
+
 from utils import World, die_with_parent
 
 # 13 prompts with 1 to 3 pairs each: 26 pairs, so that an epoch of steps of 5 ends in a step of 1.
-SUBJECTS = ("rain", "bread", "a violin", "chess", "the moon", "an old clock", "salt", "a bee", "glass", "the tide",
-            "ink", "a bridge", "moss")
+SUBJECTS = (
+    "rain",
+    "bread",
+    "a violin",
+    "chess",
+    "the moon",
+    "an old clock",
+    "salt",
+    "a bee",
+    "glass",
+    "the tide",
+    "ink",
+    "a bridge",
+    "moss",
+)
 # What every run starts from; debug: no checkpoints.
-QUICK = ("loss=dpo", "device=cpu", "wandb.enabled=false", "sample_during_eval=false", "do_first_eval=false",
-         "data.num_workers=1", "minimum_log_interval_secs=0", "eval_every=1000000", "debug=true")
+QUICK = (
+    "loss=dpo",
+    "device=cpu",
+    "wandb.enabled=false",
+    "sample_during_eval=false",
+    "do_first_eval=false",
+    "data.num_workers=1",
+    "minimum_log_interval_secs=0",
+    "eval_every=1000000",
+    "debug=true",
+)
 # Large enough that a wrong gradient shows in the losses within a few steps, and not so large that rounding does.
 STRONG = ("lr=1e-4", "warmup_steps=2", "n_epochs=2", "n_examples=50", "batch_size=5")
 LLAMA = ("model=tiny",)
-NEOX = ("model=blank_model", "model.name_or_path=neox",
-        "model.random_config={model_type:gpt_neox,hidden_size:64,intermediate_size:128,num_hidden_layers:2,"
-        "num_attention_heads:4}")
+NEOX = (
+    "model=blank_model",
+    "model.name_or_path=neox",
+    "model.random_config={model_type:gpt_neox,hidden_size:64,intermediate_size:128,num_hidden_layers:2,"
+    "num_attention_heads:4}",
+)
 MODELS = {"llama": LLAMA, "neox": NEOX}
 
 
@@ -49,11 +74,17 @@ def write_data(folder: Path, prompts: int = 13, held_out: int = 3) -> Path:
     def row(number, n_pairs):
         subject = SUBJECTS[number % len(SUBJECTS)]
         # Every text another: responses alike would be the same work, and a mistake in their order would not show.
-        responses = [f" {subject.capitalize()} is {'quite ' * (k + number % 2)}number {number * 7 + k}."
-                     for k in range(n_pairs + 1)]
+        responses = [
+            f" {subject.capitalize()} is {'quite ' * (k + number % 2)}number {number * 7 + k}."
+            for k in range(n_pairs + 1)
+        ]
         # The first response is in every pair, so that sharing a response over pairs is put to work.
-        return {"prompt": f"Tell me of {subject}{', please' * (number % 3)}:", "responses": responses,
-                "pairs": [[0, k] if k % 2 else [k, 0] for k in range(1, n_pairs + 1)], "sft_target": responses[0]}
+        return {
+            "prompt": f"Tell me of {subject}{', please' * (number % 3)}:",
+            "responses": responses,
+            "pairs": [[0, k] if k % 2 else [k, 0] for k in range(1, n_pairs + 1)],
+            "sft_target": responses[0],
+        }
 
     train = [row(number, 1 + (number + 1) % 3) for number in range(prompts)]
     test = [row(20 + number, n_pairs) for number, n_pairs in zip(range(held_out), (2, 1, 2))]
@@ -69,8 +100,13 @@ def settings_of(folder: Path, *overrides: str):
     """
     import settings
 
-    every = (*QUICK, f"datasets=[{folder}/data]", f"local_dirs=[{folder}/runs]", f"data.cache_dir={folder}/tokens",
-             *overrides)
+    every = (
+        *QUICK,
+        f"datasets=[{folder}/data]",
+        f"local_dirs=[{folder}/runs]",
+        f"data.cache_dir={folder}/tokens",
+        *overrides,
+    )
     config = compose_config(*{override.split("=")[0]: override for override in every}.values())
     settings.validate(config, device_count=0)
     return settings.finalize(config)
@@ -109,7 +145,7 @@ def train(folder: Path, *overrides: str, world: World = World(), prepare=None, r
         run_dir: the same on every rank; a new one when None, which does for one rank only.
     """
     import trainers
-    from checkpoints import full_state
+    from checkpoint.checkpointer import full_state
 
     config = settings_of(folder, *overrides, *(() if world.size == 1 else (f"world_size={world.size}",)))
     seen = Run(run_dir=run_dir or new_run_dir(folder))
@@ -140,7 +176,7 @@ def train(folder: Path, *overrides: str, world: World = World(), prepare=None, r
 
     with patch.dict(trainers.TRAINERS, {config.trainer: watch}):
         seen.result = trainers.run(config, seen.run_dir, world)
-    trainer, = trainers_made
+    (trainer,) = trainers_made
     state = full_state(trainer.policy, world, copy=True)
     seen.weights = {name: value.detach() for name, value in state.items()}
     seen.notices = list(trainer.reporter.notices)
@@ -184,6 +220,7 @@ def spoil(*which, value=float("nan")):
                 losses.LOSSES["dpo"] = function
 
         trainer.losses_and_metrics = only_in_training
+
     return prepare
 
 
@@ -208,9 +245,10 @@ def save_model(folder: Path, kind: str, seed: int = 0, **options):
     `options` go to save_pretrained. Returns the model.
     """
     import architectures
-    import models
 
-    tokenizer = models.byte_tokenizer()
+    from modeling import loading
+
+    tokenizer = loading.byte_tokenizer()
     model = architectures.make(kind, seed=seed, spread=2.0, vocab_size=len(tokenizer))
     model.save_pretrained(folder, **options)
     tokenizer.save_pretrained(folder)
@@ -231,8 +269,9 @@ def _serve(rank: int, size: int, pipe, parent: int) -> None:
         except EOFError:
             return
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size,
-                                    timeout=timedelta(seconds=60))
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+            )
             pipe.send((True, function(World(rank, size, rank, "cpu"), *arguments)))
         except Exception as problem:
             with suppress(Exception):

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import archives
-from archives import check_keys, load_archive_into, locate, read_state_dict, write_hf_folder
-from export import export
-from checkpoints import Checkpointer
-from models import byte_tokenizer
+from checkpoint import archives
+from checkpoint.archives import check_keys, load_archive_into, locate, read_state_dict, write_hf_folder
+from checkpoint.checkpointer import Checkpointer
+from modeling.export import export
+from modeling.loading import byte_tokenizer
 from utils import World
 
-ROOT = Path(archives.__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def tiny(family="llama", seed=0, **changes):
@@ -35,8 +35,9 @@ def tiny(family="llama", seed=0, **changes):
 
 
 def saved_run(folder, model, formats=("state", "policy", "hf"), tokenizer=None, steps=(1,)):
-    settings = SimpleNamespace(formats=list(formats), keep_last=None, keep_best=False, best_metric=None,
-                               async_save=False)
+    settings = SimpleNamespace(
+        formats=list(formats), keep_last=None, keep_best=False, best_metric=None, async_save=False
+    )
     checkpointer = Checkpointer(folder, settings, World())
     for step in steps:
         assert checkpointer.save(step, model, None, tokenizer, {}) is None
@@ -65,11 +66,21 @@ def sources(model, folder):
     (folder / "hf_bin").mkdir()
     torch.save(archives.read_state_dict(folder / "hf"), folder / "hf_bin" / "pytorch_model.bin")
     return {
-        "policy.pt": run / "step-1" / "policy.pt", "step folder": run / "step-1", "run folder": run,
-        "their policy.pt": folder / "theirs.pt", "bare": folder / "bare.pt", "before torch 1.6": folder / "old.bin",
-        "compiled": folder / "compiled.pt", "hf": folder / "hf", "hf sharded": folder / "hf_sharded",
-        "hf bin": folder / "hf_bin", "safetensors": folder / "hf" / "model.safetensors", "state only": only_state,
-        "state folder": only_state / "step-1" / "state", "hf only": only_hf, "hf in step": run / "step-1" / "hf",
+        "policy.pt": run / "step-1" / "policy.pt",
+        "step folder": run / "step-1",
+        "run folder": run,
+        "their policy.pt": folder / "theirs.pt",
+        "bare": folder / "bare.pt",
+        "before torch 1.6": folder / "old.bin",
+        "compiled": folder / "compiled.pt",
+        "hf": folder / "hf",
+        "hf sharded": folder / "hf_sharded",
+        "hf bin": folder / "hf_bin",
+        "safetensors": folder / "hf" / "model.safetensors",
+        "state only": only_state,
+        "state folder": only_state / "step-1" / "state",
+        "hf only": only_hf,
+        "hf in step": run / "step-1" / "hf",
     }
 
 
@@ -148,11 +159,19 @@ def test_files_that_are_no_archives_are_refused_with_a_reason(tmp_path, monkeypa
     (tmp_path / "text.safetensors").write_text("no")
     (tmp_path / "folder").mkdir()
     for name, reason in {
-        "evil.pt": "refused: .*run code", "whole_model.pt": "refused: .*state dict alone",
+        "evil.pt": "refused: .*run code",
+        "whole_model.pt": "refused: .*state dict alone",
         "evil.bin": "refused|truncated",
-        "cut.pt": "truncated", "cut_old.pt": "truncated", "text.pt": "truncated or no", "empty.pt": "truncated or no",
-        "list.pt": "no state dict", "nothing.pt": "no state dict", "mixed.pt": "not tensors: b",
-        "text.safetensors": "no safetensors", "folder": "is no archive", "nowhere.pt": "no archive at",
+        "cut.pt": "truncated",
+        "cut_old.pt": "truncated",
+        "text.pt": "truncated or no",
+        "empty.pt": "truncated or no",
+        "list.pt": "no state dict",
+        "nothing.pt": "no state dict",
+        "mixed.pt": "not tensors: b",
+        "text.safetensors": "no safetensors",
+        "folder": "is no archive",
+        "nowhere.pt": "no archive at",
     }.items():
         with pytest.raises(ValueError, match=reason):
             read_state_dict(name)
@@ -240,8 +259,9 @@ def test_a_hugging_face_folder_is_one_of_plain_weights(tmp_path):
     assert not hasattr(opened.config, "quantization_config")
     assert opened.lm_head.weight is opened.model.embed_tokens.weight
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True,
-                                        return_dict=False)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_dict=False
+    )
     assert tokenizer.decode(ids).endswith("assistant\n")
     assert os.stat(tmp_path / "hf" / "model.safetensors").st_mode == os.stat(tmp_path / "hf" / "config.json").st_mode
     with pytest.raises(ValueError, match="no transformers model"):
@@ -260,8 +280,12 @@ def test_export(tmp_path, family):
     with pytest.raises(ValueError, match="--base"):
         export(bare, tmp_path / "out")
     hf = run / "step-1" / "hf"
-    exported = [export(run, tmp_path / "a"), export(run / "step-1" / "policy.pt", tmp_path / "b"),
-                export(bare, tmp_path / "c", base=str(hf)), export(hf, tmp_path / "d")]
+    exported = [
+        export(run, tmp_path / "a"),
+        export(run / "step-1" / "policy.pt", tmp_path / "b"),
+        export(bare, tmp_path / "c", base=str(hf)),
+        export(hf, tmp_path / "d"),
+    ]
     # a run with weights only: its config.yaml names the model
     config = f"model: {{name_or_path: {run}/LATEST/hf}}\ndata: {{chat_template: null}}\n"
     (bare.parent / "config.yaml").write_text(config)
@@ -273,10 +297,14 @@ def test_export(tmp_path, family):
         assert equal(model, AutoModelForCausalLM.from_pretrained(folder)), folder
         assert AutoTokenizer.from_pretrained(folder).chat_template
     half = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "half", "bfloat16"), dtype="auto")
-    assert half.dtype == torch.bfloat16 and torch.equal(half.state_dict()["lm_head.weight"],
-                                                        model.state_dict()["lm_head.weight"].bfloat16())
-    for arguments, reason in (((run, tmp_path / "a"), "not empty"), ((run, tmp_path / "x", "int8"), "dtype int8"),
-                              ((tmp_path / "nowhere", tmp_path / "x"), "no archive")):
+    assert half.dtype == torch.bfloat16 and torch.equal(
+        half.state_dict()["lm_head.weight"], model.state_dict()["lm_head.weight"].bfloat16()
+    )
+    for arguments, reason in (
+        ((run, tmp_path / "a"), "not empty"),
+        ((run, tmp_path / "x", "int8"), "dtype int8"),
+        ((tmp_path / "nowhere", tmp_path / "x"), "no archive"),
+    ):
         with pytest.raises(ValueError, match=reason):
             export(*arguments)
     assert not list(tmp_path.glob("*.tmp"))
@@ -285,8 +313,9 @@ def test_export(tmp_path, family):
 def test_the_export_script(tmp_path):
     run = saved_run(tmp_path / "run", tiny(), ["hf"], byte_tokenizer())
     command = [sys.executable, str(ROOT / "scripts" / "export")]
-    done = subprocess.run([*command, str(run), str(tmp_path / "out"), "--dtype", "float16"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, str(run), str(tmp_path / "out"), "--dtype", "float16"], capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout.strip().endswith("out"), done.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
     done = subprocess.run([*command, str(tmp_path / "no"), str(tmp_path / "x")], capture_output=True, text=True)

@@ -4,13 +4,19 @@ import json
 import math
 
 import pytest
-
-import models
 import runs
-from benchmarks import compare, measure
 
-PAIRS = [{"prompt": f"Of {word}, {number}:", "chosen": f" {word} is {'very ' * (number % 3)}good.", "rejected": f" no {number}"}
-         for number, word in enumerate(("rain", "bread", "chess", "salt", "glass", "ink") * 4)]
+from benchmarks import compare, measure
+from modeling import loading
+
+PAIRS = [
+    {
+        "prompt": f"Of {word}, {number}:",
+        "chosen": f" {word} is {'very ' * (number % 3)}good.",
+        "rejected": f" no {number}",
+    }
+    for number, word in enumerate(("rain", "bread", "chess", "salt", "glass", "ink") * 4)
+]
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +24,15 @@ def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmark")
     runs.save_model(folder / "model", "llama")
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
-    return {"model": str(folder / "model"), "data": str(folder / "pairs.jsonl"), "max_length": 128, "batch_size": 4,
-            "examples": 12, "loss": "dpo", "overrides": ["device=cpu", "data.num_workers=1"]}
+    return {
+        "model": str(folder / "model"),
+        "data": str(folder / "pairs.jsonl"),
+        "max_length": 128,
+        "batch_size": 4,
+        "examples": 12,
+        "loss": "dpo",
+        "overrides": ["device=cpu", "data.num_workers=1"],
+    }
 
 
 @pytest.mark.parametrize("loss", ["dpo", "sft"])
@@ -29,8 +42,11 @@ def test_every_method_computes_the_same_losses(job, loss):
     assert len(ours["losses"]) == 3 and ours["seconds"] > ours["reference_seconds"] >= 0
     if loss == "dpo":
         assert ours["losses"][0] == pytest.approx(math.log(2), abs=1e-6)
-    others = [measure.textbook(job), measure.ours(job | {"overrides": [*job["overrides"], "prefix_sharing=false"]}),
-              measure.ours(job | {"pairwise": True})]
+    others = [
+        measure.textbook(job),
+        measure.ours(job | {"overrides": [*job["overrides"], "prefix_sharing=false"]}),
+        measure.ours(job | {"pairwise": True}),
+    ]
     for other in others:
         assert other["losses"] == pytest.approx(ours["losses"], rel=1e-4)
         assert (other["tokens"], other["useful_flops"]) == (ours["tokens"], ours["useful_flops"])
@@ -40,7 +56,7 @@ def test_the_order_handed_to_a_peer_is_the_order_trained_on(job):
     rows = measure.order(job)["rows"]
     assert len(rows) == 12 and all(row in PAIRS for row in rows) and rows != PAIRS[:12]
     letters = sum(len(row["prompt"] + row["chosen"] + row["rejected"]) for row in rows)
-    starts = int(models.byte_tokenizer().bos_token_id is not None)
+    starts = int(loading.byte_tokenizer().bos_token_id is not None)
     assert measure.ours(job)["tokens"] == letters + 12 * (2 + starts), "a byte a token, and two ends a pair"
 
 

@@ -15,16 +15,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import checkpoints
-import step_folders
-from checkpoints import Checkpointer, find_resumable
-from models import byte_tokenizer
+import checkpoint.checkpointer as checkpointing
+from checkpoint import step_folders
+from checkpoint.checkpointer import Checkpointer, find_resumable
+from modeling.loading import byte_tokenizer
 from utils import World
 
 
 def settings(**changes):
-    return SimpleNamespace(**{"formats": ["state"], "keep_last": 2, "keep_best": True, "best_metric": None,
-                              "async_save": False, **changes})
+    return SimpleNamespace(
+        **{"formats": ["state"], "keep_last": 2, "keep_best": True, "best_metric": None, "async_save": False, **changes}
+    )
 
 
 def tiny(family, seed=0):
@@ -90,9 +91,20 @@ def same(one, other):
 
 
 OPTIMIZERS = [
-    ("AdamW", dict(amsgrad=True, weight_decay=0.1)), ("Adam", dict(lr=torch.tensor(1e-3))), ("AdamW", dict(fused=True)),
-    ("RMSprop", {}), ("RMSprop", dict(momentum=0.9, centered=True)), ("SGD", {}), ("SGD", dict(momentum=0.9)),
-    ("Adagrad", {}), ("Adadelta", {}), ("Adamax", {}), ("NAdam", {}), ("RAdam", {}), ("ASGD", {}), ("Rprop", {}),
+    ("AdamW", dict(amsgrad=True, weight_decay=0.1)),
+    ("Adam", dict(lr=torch.tensor(1e-3))),
+    ("AdamW", dict(fused=True)),
+    ("RMSprop", {}),
+    ("RMSprop", dict(momentum=0.9, centered=True)),
+    ("SGD", {}),
+    ("SGD", dict(momentum=0.9)),
+    ("Adagrad", {}),
+    ("Adadelta", {}),
+    ("Adamax", {}),
+    ("NAdam", {}),
+    ("RAdam", {}),
+    ("ASGD", {}),
+    ("Rprop", {}),
     ("Adafactor", {}),
 ]
 
@@ -211,6 +223,7 @@ def full_disk(at):
     def hook(stage):
         if stage == at:
             raise OSError(errno.ENOSPC, "No space left on device")
+
     return hook
 
 
@@ -220,12 +233,12 @@ def test_a_failing_save_leaves_the_run_alive_and_the_last_checkpoint_good(tmp_pa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = Checkpointer(tmp_path, settings(formats=["state", "policy", "hf"]), World(), told.append)
     assert checkpointer.save(1, model, optimizer, None, {"n": 1}) is None
-    monkeypatch.setattr(checkpoints, "hooks", [full_disk(stage)])
+    monkeypatch.setattr(checkpointing, "hooks", [full_disk(stage)])
     problem = checkpointer.save(2, model, optimizer, None, {"n": 2})
     assert "No space left" in problem and checkpointer.problem == problem
     assert "step-2 WAS NOT SAVED" in told[0] and "last good checkpoint is step-1" in told[0] and len(told) == 1
     assert not list(tmp_path.glob("*.tmp")) and checkpointer.latest().name == "step-1"
-    monkeypatch.setattr(checkpoints, "hooks", [])
+    monkeypatch.setattr(checkpointing, "hooks", [])
     step(model, optimizer)
     assert checkpointer.save(3, model, optimizer, None, {"n": 3}) is None and checkpointer.problem is None
     assert checkpointer.load(checkpointer.resumable(), model, optimizer) == {"n": 3}
@@ -234,12 +247,12 @@ def test_a_failing_save_leaves_the_run_alive_and_the_last_checkpoint_good(tmp_pa
 def test_free_space_is_looked_at_before_writing(tmp_path, monkeypatch):
     told = []
     checkpointer = Checkpointer(tmp_path, settings(), World(), told.append)
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(checkpointing, "free_bytes", lambda path: 1000)
     model = Small()
     assert "1.05 MB" in checkpointer.save(1, model, None, None, {}) and "0.00 MB free" in told[0]
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
     large = tiny("llama")
-    assert checkpoints.estimate_bytes(large, None, ["policy"]) > sum(p.nbytes for p in large.parameters())
+    assert checkpointing.estimate_bytes(large, None, ["policy"]) > sum(p.nbytes for p in large.parameters())
 
 
 def in_a_child(action):
@@ -274,7 +287,7 @@ def test_kill_9_inside_a_save(tmp_path, stage, again):
     checkpointer.close()
 
     def killed():
-        checkpoints.hooks.append(lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None)
+        checkpointing.hooks.append(lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None)
         Checkpointer(tmp_path, everything, World()).save(2, model, None, None, {"n": 2}, {"loss/eval": 1.0})
 
     assert in_a_child(killed) == -signal.SIGKILL
@@ -307,8 +320,13 @@ def test_damage_is_found_and_the_step_before_is_offered(tmp_path):
     (tmp_path / "step-2" / "state" / "trainer.pt").unlink()
     assert find_resumable(tmp_path, told.append).name == "step-1"
     told = "\n".join(told)
-    for words in ("differs from its checksum", "its manifest says", "no readable manifest", "cannot be read",
-                  "step-1 instead"):
+    for words in (
+        "differs from its checksum",
+        "its manifest says",
+        "no readable manifest",
+        "cannot be read",
+        "step-1 instead",
+    ):
         assert words in told
     with pytest.raises(ValueError, match="no run folder"):
         find_resumable(tmp_path / "nowhere")
@@ -350,7 +368,9 @@ def test_saving_in_the_background_keeps_the_weights_of_its_moment(tmp_path, monk
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer)
     checkpointer = Checkpointer(tmp_path, settings(formats=["state", "policy", "hf"], async_save=True), World())
-    monkeypatch.setattr(checkpoints, "hooks", [lambda stage: time.sleep(0.3) if stage in ("state", "policy") else None])
+    monkeypatch.setattr(
+        checkpointing, "hooks", [lambda stage: time.sleep(0.3) if stage in ("state", "policy") else None]
+    )
     assert checkpointer.save(1, model, optimizer, byte_tokenizer(), {"n": 1}) is None
     saved = snapshot(model, optimizer)
     step(model, optimizer, 2)  # while it is written
@@ -362,10 +382,10 @@ def test_saving_in_the_background_keeps_the_weights_of_its_moment(tmp_path, monk
     same(saved, snapshot(other, resumed))
     policy = torch.load(tmp_path / "LATEST" / "policy.pt", weights_only=True)["state"]
     same({name: saved[name] for name in policy}, policy)
-    monkeypatch.setattr(checkpoints, "hooks", [full_disk("policy")])
+    monkeypatch.setattr(checkpointing, "hooks", [full_disk("policy")])
     assert checkpointer.save(2, model, optimizer, None, {"n": 2}) is None
     assert "No space left" in checkpointer.close() and checkpointer.latest().name == "step-1"
-    monkeypatch.setattr(checkpoints, "hooks", [])
+    monkeypatch.setattr(checkpointing, "hooks", [])
 
 
 # ---- on two processes -----------------------------------------------------------------------------------------------
@@ -392,7 +412,7 @@ def two_processes(rank, folder, families):
         # what one process saved
         assert checkpointer.load(run / "step-1", model, optimizer) == {"n": 1}
         assert any("2 processes what 1 saved" in text for text in told) == (rank == 0)
-        full = checkpoints.full_state(model, world)
+        full = checkpointing.full_state(model, world)
         if rank == 0:
             same(torch.load(run / "step-1" / "policy.pt", weights_only=True)["state"], full)
         else:
@@ -419,12 +439,12 @@ def two_processes(rank, folder, families):
         # a disk that is full for one rank only
         checkpointer = Checkpointer(run, settings(formats=["state", "policy"]), world, told.append)
         for stage in ("state", "rng", "checksum"):
-            checkpoints.hooks[:] = [full_disk(stage)] if rank == 1 else []
+            checkpointing.hooks[:] = [full_disk(stage)] if rank == 1 else []
             problem = checkpointer.save(3, model, optimizer, None, {"n": 3})
             assert "rank 1" in problem and "No space left" in problem and "rank 0" not in problem, problem
             assert not (run / "step-3").exists() and not (run / "step-3.tmp").exists()
             dist.barrier()
-        checkpoints.hooks.clear()
+        checkpointing.hooks.clear()
         assert checkpointer.save(4, model, optimizer, None, {"n": 4}) is None
         # each rank has its own random numbers, and a damaged file of one rank is everyone's error
         assert (run / "step-4" / "state" / "rng-1.pt").exists()
@@ -497,8 +517,9 @@ def four_processes(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
     for placement in PLACEMENTS:
         model, optimizer = placed(placement, 1)
-        checkpointer = Checkpointer(folder / placement, settings(formats=["state", "policy", "hf"], async_save=True),
-                                    World(rank, 4))
+        checkpointer = Checkpointer(
+            folder / placement, settings(formats=["state", "policy", "hf"], async_save=True), World(rank, 4)
+        )
         step(model, optimizer, 2)
         assert checkpointer.save(1, model, optimizer, None, {}) is None
         saved = snapshot(model, optimizer)
@@ -535,7 +556,7 @@ def one_rank_dies(rank, folder):
     checkpointer = Checkpointer(folder / "run", settings(), World(rank, 2))
     assert checkpointer.save(1, model, None, None, {"n": 1}) is None
     if rank == 1:
-        checkpoints.hooks.append(lambda stage: os.kill(os.getpid(), signal.SIGKILL) if stage == "state" else None)
+        checkpointing.hooks.append(lambda stage: os.kill(os.getpid(), signal.SIGKILL) if stage == "state" else None)
     checkpointer.save(2, model, None, None, {"n": 2})
 
 

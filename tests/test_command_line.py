@@ -1,4 +1,5 @@
 """The command line from outside, and the launcher with real processes over gloo."""
+
 import os
 import re
 import signal
@@ -8,27 +9,30 @@ import textwrap
 import time
 
 import pytest
+from conftest import ROOT, compose_config
 from omegaconf import OmegaConf
+from test_settings import ANCESTOR_COMMANDS
 
-import launch
 import settings
 import train
 import utils
-from conftest import ROOT, compose_config
-from test_settings import ANCESTOR_COMMANDS
+from parallel import launch
 
 # ---- Messages -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["model=pythai28"], ["model=pythai28", "did you mean pythia28?", "blank_model"]),
-    (["mdel=tiny"], ["did you mean model?"]),
-    (["model=tiny", "loss=dpo", "loss.bta=0.2"], ["there is no key loss.bta", "did you mean loss.beta?"]),
-    (["model=tiny", "loss.beta=0.2"], ["loss=sft has no key loss.beta", "dpo", "ipo"]),
-    (["model=tiny", "lr=fast"], ["lr=fast", "a number above 0"]),
-    (["model=tiny", "batch_size"], ["batch_size", "KEY=VALUE"]),
-    (["-m", "model=tiny", "loss=dpo", "loss.bta=0.1,0.2"], ["did you mean loss.beta?"]),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["model=pythai28"], ["model=pythai28", "did you mean pythia28?", "blank_model"]),
+        (["mdel=tiny"], ["did you mean model?"]),
+        (["model=tiny", "loss=dpo", "loss.bta=0.2"], ["there is no key loss.bta", "did you mean loss.beta?"]),
+        (["model=tiny", "loss.beta=0.2"], ["loss=sft has no key loss.beta", "dpo", "ipo"]),
+        (["model=tiny", "lr=fast"], ["lr=fast", "a number above 0"]),
+        (["model=tiny", "batch_size"], ["batch_size", "KEY=VALUE"]),
+        (["-m", "model=tiny", "loss=dpo", "loss.bta=0.1,0.2"], ["did you mean loss.beta?"]),
+    ],
+)
 def test_one_message_and_nothing_left(command, tmp_path, arguments, words):
     began = time.monotonic()
     done = command(*arguments)
@@ -89,9 +93,22 @@ def fake_command(tmp_path):
     (tmp_path / "fake.py").write_text(SCRIPT.format(root=str(ROOT)))
 
     def run(*arguments):
-        return subprocess.run([sys.executable, "fake.py", "model=tiny", "loss=dpo", "local_dirs=[runs]",
-                               "optimizer_kwargs.weight_decay=0.1", *arguments],
-                              cwd=tmp_path, text=True, capture_output=True, timeout=100)
+        return subprocess.run(
+            [
+                sys.executable,
+                "fake.py",
+                "model=tiny",
+                "loss=dpo",
+                "local_dirs=[runs]",
+                "optimizer_kwargs.weight_decay=0.1",
+                *arguments,
+            ],
+            cwd=tmp_path,
+            text=True,
+            capture_output=True,
+            timeout=100,
+        )
+
     return run
 
 
@@ -214,7 +231,7 @@ def test_an_exit_code_comes_through():
 PARENT = """
 import sys, time
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-import launch
+from parallel import launch
 from test_command_line import sharded_config
 
 def wait(config, run_dir, world):
@@ -228,12 +245,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [
-    signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_no_orphans(tmp_path, number):
     (tmp_path / "parent.py").write_text(PARENT.format(root=str(ROOT)))
-    parent = subprocess.Popen([sys.executable, "parent.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-                              stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        [sys.executable, "parent.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+    )
     pids = [int(parent.stdout.readline().split()[1]) for _ in range(2)]
     parent.send_signal(number)
     code = parent.wait(timeout=20)
@@ -256,7 +275,7 @@ def is_running(pid):
 JOINED = """
 import os, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-import launch
+from parallel import launch
 from test_command_line import sharded_config, total_rank
 
 if __name__ == "__main__":
@@ -269,15 +288,32 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how, expected", [
-    ("same", "result [2.0, 1.0, 'folder']"),
-    pytest.param("differ", "told the configuration differs between the processes", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how, expected",
+    [
+        ("same", "result [2.0, 1.0, 'folder']"),
+        pytest.param("differ", "told the configuration differs between the processes", marks=pytest.mark.slow),
+    ],
+)
 def test_joining_torchrun(tmp_path, how, expected):
     (tmp_path / "joined.py").write_text(JOINED.format(root=str(ROOT)))
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-         "--master_port", str(utils.free_port()), "joined.py", how],
-        cwd=tmp_path, text=True, capture_output=True, timeout=100)
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--master_port",
+            str(utils.free_port()),
+            "joined.py",
+            how,
+        ],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=100,
+    )
     assert done.stdout.count(expected) == 2, done.stdout + done.stderr
 
 

@@ -11,9 +11,9 @@ import time
 
 import pytest
 import torch
-
 from fault_runs import FSDP, Forge, lines
-from guards import PREEMPTED, EarlyStop, Heartbeat, MovementWatch, SignalWatch
+
+from training.guards import PREEMPTED, EarlyStop, Heartbeat, MovementWatch, SignalWatch
 
 SHORT = ("sample_during_eval=false", "do_first_eval=false", "n_epochs=1", "checkpoint.formats=[policy]")
 
@@ -88,8 +88,15 @@ def test_movement_is_measured_in_low_precision_only():
 
 
 def test_weights_that_do_not_move_are_told_with_their_share(forge):
-    run = forge.run(*SHORT, "model.policy_dtype=bfloat16", "optimizer=SGD", "lr=1e-6", "n_epochs=4",
-                    "schedule=constant", f"local_run_dir={forge.folder}/still")
+    run = forge.run(
+        *SHORT,
+        "model.policy_dtype=bfloat16",
+        "optimizer=SGD",
+        "lr=1e-6",
+        "n_epochs=4",
+        "schedule=constant",
+        f"local_run_dir={forge.folder}/still",
+    )
     assert re.search(r"Only 0\.\d% of the bfloat16 weights changed in the first 20 updates", run.text), run.text
 
 
@@ -121,11 +128,15 @@ torch.optim.AdamW.step = counted
 """
 
 
-@pytest.mark.parametrize("settings, rank, loss", [((), 0, True), (FSDP, 1, True), (FSDP, 1, False)],
-                         ids=["one process", "rank 1", "gradient of rank 1"])
+@pytest.mark.parametrize(
+    "settings, rank, loss",
+    [((), 0, True), (FSDP, 1, True), (FSDP, 1, False)],
+    ids=["one process", "rank 1", "gradient of rank 1"],
+)
 def test_no_rank_steps_on_what_is_not_finite(forge, settings, rank, loss, tmp_path):
-    run = forge.start(*SHORT, *settings, f"local_run_dir={tmp_path}/run",
-                      prepare=BROKEN.format(times=99, rank=rank, loss=loss))
+    run = forge.start(
+        *SHORT, *settings, f"local_run_dir={tmp_path}/run", prepare=BROKEN.format(times=99, rank=rank, loss=loss)
+    )
     assert run.wait() == 1
     what = "loss" if loss else "gradient (norm "
     assert f"FloatingPointError: The {what}" in run.text and "of update 3 is not finite" in run.text
@@ -142,12 +153,18 @@ def test_no_rank_steps_on_what_is_not_finite(forge, settings, rank, loss, tmp_pa
 @pytest.mark.parametrize("settings, rank", [((), 0), (FSDP, 1)], ids=["one process", "rank 1"])
 def test_steps_are_skipped_up_to_the_limit(forge, settings, rank, tmp_path):
     skip = ("guards.on_nonfinite=skip", "guards.max_nonfinite_steps=1")
-    run = forge.run(*SHORT, *settings, *skip, f"local_run_dir={tmp_path}/run",
-                    prepare=BROKEN.format(times=1, rank=rank, loss=True))
+    run = forge.run(
+        *SHORT, *settings, *skip, f"local_run_dir={tmp_path}/run", prepare=BROKEN.format(times=1, rank=rank, loss=True)
+    )
     assert "Skipped (1 of at most 1)" in run.text
     assert lines(tmp_path / "run")[-1]["updates"] == 5, "of six steps"
-    run = forge.start(*SHORT, *settings, *skip, f"local_run_dir={tmp_path}/again",
-                      prepare=BROKEN.format(times=2, rank=rank, loss=True))
+    run = forge.start(
+        *SHORT,
+        *settings,
+        *skip,
+        f"local_run_dir={tmp_path}/again",
+        prepare=BROKEN.format(times=2, rank=rank, loss=True),
+    )
     assert run.wait() == 1 and "FloatingPointError" in run.text
 
 
@@ -188,8 +205,9 @@ trainers.BasicTrainer._gradients = sleepy
 
 
 def test_a_stalled_collective_names_the_rank_that_is_missing(forge, tmp_path):
-    run = forge.start(*SHORT, *FSDP, "guards.collective_timeout_minutes=0.2", f"local_run_dir={tmp_path}/run",
-                      prepare=SLEEPER)
+    run = forge.start(
+        *SHORT, *FSDP, "guards.collective_timeout_minutes=0.2", f"local_run_dir={tmp_path}/run", prepare=SLEEPER
+    )
     assert run.wait(60) == 1
     assert "rank 0 has waited 10 s for other ranks. Missing: rank 1: " in run.text
     assert "A collective operation failed; it was waiting for rank 1: " in run.text and "update 2" in run.text
@@ -200,6 +218,7 @@ def test_a_stalled_collective_names_the_rank_that_is_missing(forge, tmp_path):
 
 
 def test_trust_remote_code_is_said_aloud(forge, tmp_path):
-    run = forge.run(*SHORT, "n_epochs=null", "n_examples=4", "model.trust_remote_code=true",
-                    f"local_run_dir={tmp_path}/run")
+    run = forge.run(
+        *SHORT, "n_epochs=null", "n_examples=4", "model.trust_remote_code=true", f"local_run_dir={tmp_path}/run"
+    )
     assert "model.trust_remote_code=true: code that comes with" in run.text

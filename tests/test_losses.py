@@ -21,24 +21,39 @@ def tensor(*values):
 
 @pytest.fixture
 def pair():
-    return PairLogps(tensor(sum(POLICY_CHOSEN)), tensor(sum(POLICY_REJECTED)), tensor(REFERENCE_CHOSEN),
-                     tensor(sum(REFERENCE_REJECTED)), tensor(4), tensor(6))
+    return PairLogps(
+        tensor(sum(POLICY_CHOSEN)),
+        tensor(sum(POLICY_REJECTED)),
+        tensor(REFERENCE_CHOSEN),
+        tensor(sum(REFERENCE_REJECTED)),
+        tensor(4),
+        tensor(6),
+    )
 
 
 def of_policy(pair):
     """The same pair, with the policy as its own reference."""
-    return PairLogps(pair.policy_chosen, pair.policy_rejected, pair.policy_chosen, pair.policy_rejected,
-                     pair.chosen_lengths, pair.rejected_lengths)
+    return PairLogps(
+        pair.policy_chosen,
+        pair.policy_rejected,
+        pair.policy_chosen,
+        pair.policy_rejected,
+        pair.chosen_lengths,
+        pair.rejected_lengths,
+    )
 
 
-@pytest.mark.parametrize("name, settings, value", [
-    ("dpo", {}, 0.57593942),
-    ("dpo", {"label_smoothing": 0.1}, 0.60093942),
-    ("dpo", {"reference_free": True}, 0.59813887),
-    ("dpo", {"f_divergence": "js"}, 0.62614638),
-    ("ipo", {}, 6.25),
-    ("ipo", {"average_log_prob": True}, 20.25),
-])
+@pytest.mark.parametrize(
+    "name, settings, value",
+    [
+        ("dpo", {}, 0.57593942),
+        ("dpo", {"label_smoothing": 0.1}, 0.60093942),
+        ("dpo", {"reference_free": True}, 0.59813887),
+        ("dpo", {"f_divergence": "js"}, 0.62614638),
+        ("ipo", {}, 6.25),
+        ("ipo", {"average_log_prob": True}, 20.25),
+    ],
+)
 def test_value(pair, name, settings, value):
     found, _, _ = LOSSES[name](pair, beta=BETA, **settings)
     assert found.shape == (1,)
@@ -73,9 +88,18 @@ def test_gradient_of_dpo(pair):
     assert pair.policy_rejected.grad.item() == pytest.approx(0.04378235, abs=1e-7)
 
 
-@pytest.mark.parametrize("name, settings", [
-    ("dpo", {}), ("dpo", {"label_smoothing": 0.2}), ("dpo", {"f_divergence": "js"}), ("dpo", {"reference_free": True}),
-    ("ipo", {}), ("ipo", {"average_log_prob": True}), ("ipo", {"reference_free": True})])
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("dpo", {}),
+        ("dpo", {"label_smoothing": 0.2}),
+        ("dpo", {"f_divergence": "js"}),
+        ("dpo", {"reference_free": True}),
+        ("ipo", {}),
+        ("ipo", {"average_log_prob": True}),
+        ("ipo", {"reference_free": True}),
+    ],
+)
 def test_gradients_are_of_the_values_and_rewards_carry_none(name, settings):
     generator = torch.Generator().manual_seed(0)
     logps = [(-20 * torch.rand(5, generator=generator, dtype=torch.float64)).requires_grad_() for _ in range(4)]
@@ -86,8 +110,9 @@ def test_gradients_are_of_the_values_and_rewards_carry_none(name, settings):
 
 
 def test_extreme_margins_stay_finite():
-    far = PairLogps(*[torch.tensor([v], requires_grad=True) for v in (-1e4, -1.0, -1.0, -1e4)],
-                    torch.ones(1), torch.ones(1))
+    far = PairLogps(
+        *[torch.tensor([v], requires_grad=True) for v in (-1e4, -1.0, -1.0, -1e4)], torch.ones(1), torch.ones(1)
+    )
     for settings in ({}, {"label_smoothing": 0.1}, {"f_divergence": "js"}):
         found = LOSSES["dpo"](far, beta=1.0, **settings)[0]
         found.sum().backward()
@@ -133,14 +158,27 @@ class TestPreferenceLoss:
     def test_signature(self):
         parameters = inspect.signature(preference_loss).parameters
         assert [(p.name, p.default) for p in parameters.values()] == [
-            ("policy_chosen_logps", inspect.Parameter.empty), ("policy_rejected_logps", inspect.Parameter.empty),
-            ("reference_chosen_logps", inspect.Parameter.empty), ("reference_rejected_logps", inspect.Parameter.empty),
-            ("beta", inspect.Parameter.empty), ("label_smoothing", 0.0), ("ipo", False), ("reference_free", False)]
+            ("policy_chosen_logps", inspect.Parameter.empty),
+            ("policy_rejected_logps", inspect.Parameter.empty),
+            ("reference_chosen_logps", inspect.Parameter.empty),
+            ("reference_rejected_logps", inspect.Parameter.empty),
+            ("beta", inspect.Parameter.empty),
+            ("label_smoothing", 0.0),
+            ("ipo", False),
+            ("reference_free", False),
+        ]
         assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
-    @pytest.mark.parametrize("settings, value", [
-        ({}, 0.57593942), ({"label_smoothing": 0.1}, 0.60093942), ({"reference_free": True}, 0.59813887),
-        ({"ipo": True}, 6.25), ({"ipo": True, "reference_free": True}, 9.0)])
+    @pytest.mark.parametrize(
+        "settings, value",
+        [
+            ({}, 0.57593942),
+            ({"label_smoothing": 0.1}, 0.60093942),
+            ({"reference_free": True}, 0.59813887),
+            ({"ipo": True}, 6.25),
+            ({"ipo": True, "reference_free": True}, 9.0),
+        ],
+    )
     def test_values(self, pair, settings, value):
         found, chosen, rejected = preference_loss(*self.arguments(pair), BETA, **settings)
         assert found.item() == pytest.approx(value, abs=1e-6)

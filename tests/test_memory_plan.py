@@ -1,4 +1,5 @@
 """plan=true: the figures against what real passes take, the data's size, the verdict and the advice."""
+
 import json
 import os
 import subprocess
@@ -9,56 +10,116 @@ import pytest
 import torch
 from conftest import ROOT, compose_config
 
-import memory_plan
-import memory_trace
-import models
 import settings
-from memory_trace import Work
+from modeling import loading
+from planning import memory_plan, memory_trace
+from planning.memory_trace import Work
 
-LLAMA = dict(model_type="llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=8,
-             num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048, tie_word_embeddings=False)
-NEOX = dict(model_type="gpt_neox", hidden_size=512, intermediate_size=2048, num_hidden_layers=5, num_attention_heads=8,
-            vocab_size=8192, max_position_embeddings=2048, tie_word_embeddings=True)
+LLAMA = dict(
+    model_type="llama",
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=8192,
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+)
+NEOX = dict(
+    model_type="gpt_neox",
+    hidden_size=512,
+    intermediate_size=2048,
+    num_hidden_layers=5,
+    num_attention_heads=8,
+    vocab_size=8192,
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+)
 SHARDED = ["loss=dpo", "trainer=FSDPTrainer", "activation_checkpointing=true"]
 
 
 def measured(**case):
     """A real pass in a process of its own; glibc is told to give freed memory back, so that it can be seen."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072",
-                   "MALLOC_TRIM_THRESHOLD_": "131072"}
-    done = subprocess.run([sys.executable, str(ROOT / "tests" / "measured_pass.py"), json.dumps(case)], text=True,
-                          capture_output=True, timeout=300, env=environment)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "131072",
+        "MALLOC_TRIM_THRESHOLD_": "131072",
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "measured_pass.py"), json.dumps(case)],
+        text=True,
+        capture_output=True,
+        timeout=300,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of resident memory are read from /proc")
-@pytest.mark.parametrize("case", [
-    pytest.param(dict(overrides=["loss=sft", "optimizer=AdamW"], model=LLAMA, unit=[128, [256], 6], passes=1),
-                 id="sft"),
-    pytest.param(dict(overrides=["loss=dpo", "reference.mode=online", "activation_checkpointing=true"], model=NEOX,
-                      unit=[128, [256, 256], 3], passes=2), id="dpo online, recomputed, two passes"),
-    pytest.param(dict(overrides=["loss=dpo", "reference.mode=online", "activation_checkpointing=2"], model=LLAMA,
-                      unit=[128, [128, 128], 8], passes=1), id="every second block", marks=pytest.mark.slow),
-    pytest.param(dict(overrides=["loss=dpo", "reference.mode=online", "optimizer=AdamW"], model=NEOX,
-                      unit=[128, [128, 128], 8], passes=2), id="dpo online", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            dict(overrides=["loss=sft", "optimizer=AdamW"], model=LLAMA, unit=[128, [256], 6], passes=1), id="sft"
+        ),
+        pytest.param(
+            dict(
+                overrides=["loss=dpo", "reference.mode=online", "activation_checkpointing=true"],
+                model=NEOX,
+                unit=[128, [256, 256], 3],
+                passes=2,
+            ),
+            id="dpo online, recomputed, two passes",
+        ),
+        pytest.param(
+            dict(
+                overrides=["loss=dpo", "reference.mode=online", "activation_checkpointing=2"],
+                model=LLAMA,
+                unit=[128, [128, 128], 8],
+                passes=1,
+            ),
+            id="every second block",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            dict(
+                overrides=["loss=dpo", "reference.mode=online", "optimizer=AdamW"],
+                model=NEOX,
+                unit=[128, [128, 128], 8],
+                passes=2,
+            ),
+            id="dpo online",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_peak_of_resident_memory_is_as_planned(case):
     found = measured(fsdp=0, **case)
     assert found["planned"] == pytest.approx(found["measured"], rel=0.2), found
 
 
-@pytest.mark.parametrize("strategy, precision, model", [
-    pytest.param("full_shard", "null", LLAMA),
-    pytest.param("full_shard", "bfloat16", NEOX, marks=pytest.mark.slow),
-    pytest.param("shard_grad_op", "null", LLAMA, marks=pytest.mark.slow),
-    pytest.param("shard_grad_op", "bfloat16", NEOX, marks=pytest.mark.slow),
-    pytest.param("no_shard", "null", LLAMA, marks=pytest.mark.slow),
-    pytest.param("no_shard", "bfloat16", NEOX, marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "strategy, precision, model",
+    [
+        pytest.param("full_shard", "null", LLAMA),
+        pytest.param("full_shard", "bfloat16", NEOX, marks=pytest.mark.slow),
+        pytest.param("shard_grad_op", "null", LLAMA, marks=pytest.mark.slow),
+        pytest.param("shard_grad_op", "bfloat16", NEOX, marks=pytest.mark.slow),
+        pytest.param("no_shard", "null", LLAMA, marks=pytest.mark.slow),
+        pytest.param("no_shard", "bfloat16", NEOX, marks=pytest.mark.slow),
+    ],
+)
 def test_what_fsdp_holds_whole_is_as_planned(strategy, precision, model):
-    found = measured(overrides=[*SHARDED, f"fsdp={strategy}", f"model.fsdp_policy_mp={precision}"], model=model,
-                     unit=[32, [32, 32], 2], passes=1, fsdp=4)
+    found = measured(
+        overrides=[*SHARDED, f"fsdp={strategy}", f"model.fsdp_policy_mp={precision}"],
+        model=model,
+        unit=[32, [32, 32], 2],
+        passes=1,
+        fsdp=4,
+    )
     assert found["planned"] == pytest.approx(found["measured"], rel=0.2), found
 
 
@@ -73,9 +134,21 @@ def _estimate(*overrides, world=1, work=Work(32, (32, 32), 2), **more):
     return memory_plan.estimate(config, world, work=work, settings=_settings(), **more)
 
 
-@pytest.mark.parametrize("name, arguments", [
-    ("AdamW", {}), ("AdamW", {"amsgrad": True}), ("RMSprop", {}), ("RMSprop", {"momentum": 0.9, "centered": True}),
-    ("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adagrad", {}), ("Adafactor", {}), ("Rprop", {}), ("ASGD", {})])
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("AdamW", {}),
+        ("AdamW", {"amsgrad": True}),
+        ("RMSprop", {}),
+        ("RMSprop", {"momentum": 0.9, "centered": True}),
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9}),
+        ("Adagrad", {}),
+        ("Adafactor", {}),
+        ("Rprop", {}),
+        ("ASGD", {}),
+    ],
+)
 def test_optimizer_state_is_what_the_optimizer_makes(name, arguments):
     shapes = [(64, 48), (48,), (4, 8, 16)]
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
@@ -83,8 +156,9 @@ def test_optimizer_state_is_what_the_optimizer_makes(name, arguments):
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    truth = sum(t.numel() * 4 for s in optimizer.state.values() for t in s.values()
-                if isinstance(t, torch.Tensor) and t.ndim)
+    truth = sum(
+        t.numel() * 4 for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor) and t.ndim
+    )
     needs = memory_trace.optimizer_needs(name, arguments, torch.float32, foreach=False)
     assert sum(needs.state_bytes(shape) for shape in shapes) == truth
 
@@ -159,12 +233,18 @@ def test_a_unit_larger_than_the_budget_runs_alone():
 
 
 def test_data_is_estimated_first_and_exact_once_it_is_tokenised(tmp_path):
-    from tokenization import load_tokenized
+    from data.tokenization import load_tokenized
 
-    config = settings.finalize(compose_config(
-        "model=tiny", "loss=dpo", f"datasets=[{ROOT / 'examples' / 'quickstart'}]", f"data.cache_dir={tmp_path}",
-        "n_epochs=3"))
-    tokenizer = models.load_tokenizer(config)
+    config = settings.finalize(
+        compose_config(
+            "model=tiny",
+            "loss=dpo",
+            f"datasets=[{ROOT / 'examples' / 'quickstart'}]",
+            f"data.cache_dir={tmp_path}",
+            "n_epochs=3",
+        )
+    )
+    tokenizer = loading.load_tokenizer(config)
     sampled = memory_plan.data_figures(config, tokenizer)
     assert sampled.source.startswith("estimated")
     dataset = load_tokenized(config.datasets[0], "train", tokenizer, config, sft=False)
@@ -178,9 +258,16 @@ def test_data_is_estimated_first_and_exact_once_it_is_tokenised(tmp_path):
 
 
 def test_command_prints_a_plan_and_leaves_nothing(command, tmp_path):
-    done = command("model=tiny", "loss=dpo", f"datasets=[{ROOT / 'examples' / 'quickstart'}]", "plan=true",
-                   "trainer=FSDPTrainer", "world_size=4", "plan_device_memory_gb=80",
-                   f"data.cache_dir={tmp_path / 'cache'}")
+    done = command(
+        "model=tiny",
+        "loss=dpo",
+        f"datasets=[{ROOT / 'examples' / 'quickstart'}]",
+        "plan=true",
+        "trainer=FSDPTrainer",
+        "world_size=4",
+        "plan_device_memory_gb=80",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    )
     assert done.returncode == 0, done.stderr
     assert "Fits:" in done.stdout and "of 80.00 GB" in done.stdout and "4 processes on cuda" in done.stdout
     assert not list(tmp_path.glob("**/config.yaml")) and not list(tmp_path.glob("**/tokens.npy"))

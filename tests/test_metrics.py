@@ -1,15 +1,16 @@
 """Metrics are sums over distinct examples, however they fell on ranks and micro-batches."""
+
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from metrics import SFT_METRICS, MetricSums
+from training.metrics import SFT_METRICS, MetricAccumulator
 
 
 def sums_of(losses, members, datasets):
     """What a rank holds that saw examples with these losses, of these data sets."""
-    sums = MetricSums("eval", datasets, SFT_METRICS, torch.device("cpu"))
+    sums = MetricAccumulator("eval", datasets, SFT_METRICS, torch.device("cpu"))
     columns = torch.tensor([[loss, -loss, 1.0] for loss in losses])
     sums.add(SimpleNamespace(datasets=torch.tensor(members)), columns)
     return sums

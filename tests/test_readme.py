@@ -14,14 +14,20 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from conftest import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLE = re.compile(r"<!-- example: (?P<what>[^\n]+?) -->\s*\n```\w*\n(?P<text>.*?)\n```", re.DOTALL)
 # Runs of seconds, kept inside the copy.
-QUICK = ["device=cpu", "wandb.enabled=false", "local_dirs=[runs]", "n_examples=4", "n_eval_examples=4",
-         "sampling.max_new_tokens=2", "data.num_workers=1"]
+QUICK = [
+    "device=cpu",
+    "wandb.enabled=false",
+    "local_dirs=[runs]",
+    "n_examples=4",
+    "n_eval_examples=4",
+    "sampling.max_new_tokens=2",
+    "data.num_workers=1",
+]
 
 
 def examples() -> list[tuple[str, str]]:
@@ -39,8 +45,11 @@ def copy(tmp_path_factory) -> Path:
     """The project's own files elsewhere, as from a clean clone."""
     folder = tmp_path_factory.mktemp("project")
     done = subprocess.run(["git", "ls-files", "-z", "--cached"], cwd=ROOT, capture_output=True, text=True)
-    names = [name for name in done.stdout.split("\0") if name] if done.returncode == 0 else [
-        str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file() and ".git" not in path.parts]
+    names = (
+        [name for name in done.stdout.split("\0") if name]
+        if done.returncode == 0
+        else [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file() and ".git" not in path.parts]
+    )
     for name in names:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -60,8 +69,14 @@ def test_the_worked_examples_work(copy):
         if what == "run":
             for words in commands(text):
                 assert words[0] == "python" and words[1] == "train.py", words
-                done = subprocess.run([sys.executable, *words[1:], *QUICK], cwd=copy, capture_output=True, text=True,
-                                      timeout=200, env=os.environ)
+                done = subprocess.run(
+                    [sys.executable, *words[1:], *QUICK],
+                    cwd=copy,
+                    capture_output=True,
+                    text=True,
+                    timeout=200,
+                    env=os.environ,
+                )
                 assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
                 ran += 1
                 runs = list(copy.glob("runs/*/*/metrics.jsonl"))
@@ -75,14 +90,29 @@ def test_the_worked_examples_work(copy):
             path.write_text(text, encoding="utf-8")
     configs = [yaml.safe_load(path.read_text()) for path in copy.glob("runs/*/*/config.yaml")]
     assert {config["loss"]["name"] for config in configs} >= {"hinge", "sft", "dpo"}
-    hinge, = [config["loss"] for config in configs if config["loss"]["name"] == "hinge"]
+    (hinge,) = [config["loss"] for config in configs if config["loss"]["name"] == "hinge"]
     assert hinge == {"name": "hinge", "beta": 0.1, "margin": 0.5}
     # What the example's function does not take is refused before weights are read, and a wrong type before that.
-    for override, words in (("loss.margin=wide", "loss.margin=wide is not allowed"),
-                            ("+loss.tau=1", "no key loss.tau")):
-        done = subprocess.run([sys.executable, "train.py", "model=tiny", "loss=hinge", "datasets=[capitals]",
-                               "data.plugins=[my_data.py]", *QUICK, override],
-                              cwd=copy, capture_output=True, text=True, timeout=100)
+    for override, words in (
+        ("loss.margin=wide", "loss.margin=wide is not allowed"),
+        ("+loss.tau=1", "no key loss.tau"),
+    ):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "train.py",
+                "model=tiny",
+                "loss=hinge",
+                "datasets=[capitals]",
+                "data.plugins=[my_data.py]",
+                *QUICK,
+                override,
+            ],
+            cwd=copy,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
         assert done.returncode == 2 and words in done.stderr, done.stderr[-2000:]
 
 
@@ -98,11 +128,12 @@ def commands_outside_examples() -> list[list[str]]:
 
 def test_the_other_commands_of_the_readme_are_valid(tmp_path):
     """Composed and checked as train.py would, with a folder in place of RUN_FOLDER."""
-    import settings
     from conftest import compose_config
 
+    import settings
+
     (tmp_path / "policy.pt").write_bytes(b"weights")
-    shown = [words[words.index("train.py") + 1:] for words in commands_outside_examples()]
+    shown = [words[words.index("train.py") + 1 :] for words in commands_outside_examples()]
     assert len(shown) >= 5
     for words in shown:
         words = [word.replace("RUN_FOLDER", str(tmp_path)) for word in words if word not in ("-m", "--help")]

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-
-import reference
-from reference import MAGIC, ReferenceCache, weights_digest
 from architectures import make
+
+from modeling import reference
+from modeling.reference import MAGIC, ReferenceCache, weights_digest
 
 
 def data(key="tokens", n_responses=6):

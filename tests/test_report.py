@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from page.charts import MOST_POINTS, Series, chart, thin
+from page.page import changed_settings, write_report
 
-import report
-from charts import MOST_POINTS, Series, chart, thin
-from report import changed_settings, write_report
+from report import page
 
 EVIL = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
 
@@ -146,8 +146,8 @@ def test_earlier_stages_are_found_and_shown(tmp_path):
 def test_earlier_stages_end_in_a_loop_and_at_foreign_archives(tmp_path):
     one = make_run(tmp_path / "one", archive=str(tmp_path / "two"))
     make_run(tmp_path / "two", archive=str(tmp_path / "one"))
-    assert report.earlier_stages(report.Run(str(one))) == [str(tmp_path / "two")]
-    assert report.earlier_stages(report.Run(str(make_run(tmp_path / "x", archive="/nowhere/policy.pt")))) == []
+    assert page.earlier_stages(page.Run(str(one))) == [str(tmp_path / "two")]
+    assert page.earlier_stages(page.Run(str(make_run(tmp_path / "x", archive="/nowhere/policy.pt")))) == []
 
 
 @pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl", "samples.jsonl", "notices.jsonl"])
@@ -169,9 +169,9 @@ def test_odd_runs(tmp_path):
     (run / "config.yaml").write_text("{broken")
     page = read(write_report(str(run)))
     assert "not finished" in page.text and page.tags.count("svg") == 1
-    command = [sys.executable, report.__file__, str(run)]
+    command = [sys.executable, "-m", "report.page", str(run)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().endswith("report.html")
-    broken = subprocess.run([*command[:2], str(tmp_path)], capture_output=True, text=True)
+    broken = subprocess.run([*command[:3], str(tmp_path)], capture_output=True, text=True)
     assert broken.returncode == 1 and "Traceback" not in broken.stderr
 
 

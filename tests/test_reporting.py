@@ -12,10 +12,10 @@ import types
 import pytest
 import torch
 
-import reporting
-import wandb_run
-from formatting import console_line, duration, metric_dataset, printable, short
-from reporting import Reporter, SpikeWatch
+import report.reporter as reporting
+from report import wandb_run
+from report.formatting import console_line, duration, metric_dataset, printable, short
+from report.reporter import Reporter, SpikeWatch
 from utils import World, read_json_lines
 
 QUIET = {"exp_name": "run", "wandb": {"enabled": False}}
@@ -274,10 +274,10 @@ def logged_out(monkeypatch, tmp_path):
 @pytest.mark.parametrize("change", [{"debug": True}, {"wandb": {"enabled": False}}])
 def test_wandb_is_not_even_imported_when_off(change, tmp_path):
     config = WANDB | change
-    code = f"import sys, reporting; r = reporting.Reporter({config!r}, {str(tmp_path / 'run')!r})"
+    code = f"import sys; from report import reporter; r = reporter.Reporter({config!r}, {str(tmp_path / 'run')!r})"
     code += "; r.log({'x': 1.0}, 1, 1)"
     code += "; r.finish(True); sys.exit('wandb' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=pathlib.Path(reporting.__file__).parent)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=pathlib.Path(__file__).resolve().parent.parent)
 
 
 def test_offline_run_of_real_wandb_and_the_same_run_after_a_resume(run_dir, logged_out, capfd):
@@ -336,7 +336,8 @@ def test_wandb_that_cannot_go_online_goes_offline(run_dir, monkeypatch, capsys, 
         if settings["mode"] == "online":
             raise ConnectionError("unreachable")
         return types.SimpleNamespace(
-            define_metric=lambda *_, **__: None, finish=lambda **_: None, log=lambda *_, **__: None)
+            define_metric=lambda *_, **__: None, finish=lambda **_: None, log=lambda *_, **__: None
+        )
 
     monkeypatch.setenv("WANDB_API_KEY", "x")
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=None, init=init, Settings=dict))

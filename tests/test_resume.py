@@ -9,11 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-
-import pytest
 
 import fault_runs
+import pytest
 from fault_runs import FSDP, ROOT, Forge, differences, leftovers, lines
 
 QUIET = ("sample_during_eval=false",)
@@ -36,6 +34,7 @@ def calm(forge, request):
             made[settings] = forge.folder / f"calm-{len(made)}"
             forge.run(*settings, f"local_run_dir={made[settings]}")
         return made[settings]
+
     return make
 
 
@@ -63,14 +62,20 @@ def killed_then_resumed(forge, place, settings, **kill):
 
 @pytest.mark.parametrize("settings, kills", [((), 6), (FSDP, 4)], ids=["BasicTrainer", "FSDPTrainer"])
 def test_killed_at_random_moments(forge, settings, kills):
-    counts = fault_runs.kill_and_resume(forge, settings, kills, seed=len(settings),
-                                        ways=("time", "folder", "hook", "rank"))
+    counts = fault_runs.kill_and_resume(
+        forge, settings, kills, seed=len(settings), ways=("time", "folder", "hook", "rank")
+    )
     assert not counts.wrong and counts.kills >= kills and counts.finished >= 1
 
 
-@pytest.mark.parametrize("optimizer", ["RMSprop", "SGD", "Adafactor"] + [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "Rprop")])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["RMSprop", "SGD", "Adafactor"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "Rprop")
+    ],
+)
 def test_every_optimizer_goes_on_bitwise(forge, calm, place, optimizer):
     more = {"SGD": ("optimizer_kwargs.momentum=0.9",), "Adam": ("optimizer_kwargs.amsgrad=true",)}.get(optimizer, ())
     settings = (*SHORT, f"optimizer={optimizer}", *more)
@@ -78,10 +83,17 @@ def test_every_optimizer_goes_on_bitwise(forge, calm, place, optimizer):
     assert not differences(calm(*settings), place)
 
 
-@pytest.mark.parametrize("placement", [
-    "trainer=TensorParallelTrainer tp_size=2", "trainer=FSDPTrainer fsdp=hybrid_shard fsdp.replicas=2",
-    *(pytest.param(f"trainer=FSDPTrainer {words}", marks=pytest.mark.slow) for words in (
-        "fsdp=shard_grad_op", "fsdp=no_shard", "fsdp.cpu_offload=true", "reference.mode=online"))])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        "trainer=TensorParallelTrainer tp_size=2",
+        "trainer=FSDPTrainer fsdp=hybrid_shard fsdp.replicas=2",
+        *(
+            pytest.param(f"trainer=FSDPTrainer {words}", marks=pytest.mark.slow)
+            for words in ("fsdp=shard_grad_op", "fsdp=no_shard", "fsdp.cpu_offload=true", "reference.mode=online")
+        ),
+    ],
+)
 def test_every_placement_goes_on_bitwise(forge, calm, place, placement):
     settings = (*SHORT, "world_size=2", *placement.split())
     killed_then_resumed(forge, place, settings, stage="retention", nth=1)
@@ -139,9 +151,15 @@ def has_begun(run):
     return "train  " in run.text
 
 
-@pytest.mark.parametrize("settings, number, to", [
-    ((), signal.SIGTERM, "all"), (FSDP, signal.SIGUSR1, "parent"), (FSDP, signal.SIGTERM, "one rank"),
-    pytest.param(FSDP, signal.SIGINT, "parent", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "settings, number, to",
+    [
+        ((), signal.SIGTERM, "all"),
+        (FSDP, signal.SIGUSR1, "parent"),
+        (FSDP, signal.SIGTERM, "one rank"),
+        pytest.param(FSDP, signal.SIGINT, "parent", marks=pytest.mark.slow),
+    ],
+)
 def test_preemption_saves_and_is_requeued(forge, calm, place, settings, number, to):
     settings = (*SHORT, *settings)
     run = forge.start(*settings, f"local_run_dir={place}", prepare=SLOW_STEPS)
@@ -155,8 +173,9 @@ def test_preemption_saves_and_is_requeued(forge, calm, place, settings, number, 
 
 
 def test_one_wish_signalled_twice_is_one_and_a_second_wish_ends_at_once(forge, place):
-    slow_save = SLOW_STEPS + ("import checkpoints\n"
-                              "checkpoints.hooks.append(lambda stage: stage == 'rng' and time.sleep(60))")
+    slow_save = SLOW_STEPS + (
+        "import checkpoints\ncheckpoints.hooks.append(lambda stage: stage == 'rng' and time.sleep(60))"
+    )
     run = forge.start(*SHORT, "checkpoint.every=1000", f"local_run_dir={place}", prepare=slow_save)
     run.wait_for(lambda: has_begun(run))
     os.kill(run.pid, signal.SIGTERM)
@@ -172,8 +191,12 @@ def test_one_wish_signalled_twice_is_one_and_a_second_wish_ends_at_once(forge, p
 def test_ctrl_c_offers_the_command_to_go_on(forge, place):
     place = place.with_name("a folder, with 'signs' = more")
     # Without state among the formats it is saved all the same, and the command asks for it.
-    run = forge.start(*SHORT, f"local_run_dir='{str(place).replace(chr(39), chr(92) + chr(39))}'",
-                      "checkpoint.formats=[policy]", prepare=SLOW_STEPS)
+    run = forge.start(
+        *SHORT,
+        f"local_run_dir='{str(place).replace(chr(39), chr(92) + chr(39))}'",
+        "checkpoint.formats=[policy]",
+        prepare=SLOW_STEPS,
+    )
     run.wait_for(lambda: has_begun(run))
     os.kill(run.pid, signal.SIGINT)
     assert run.wait() == 130
@@ -198,8 +221,14 @@ def slow(self, split, batch):
     return compute(self, split, batch)
 trainers.BasicTrainer.losses_and_metrics = slow
 """
-    settings = (*SHORT, "eval_batch_size=1", "n_eval_examples=null", "eval_every=16", "checkpoint.every=16",
-                "batch_size=8")
+    settings = (
+        *SHORT,
+        "eval_batch_size=1",
+        "n_eval_examples=null",
+        "eval_every=16",
+        "checkpoint.every=16",
+        "batch_size=8",
+    )
     # Six evaluation steps are fewer than those after which it asks, so the data are taken several times over.
     many = fault_runs.write_data(forge.folder / "many")
     rows = (many / "test.jsonl").read_text().splitlines()
@@ -216,8 +245,11 @@ trainers.BasicTrainer.losses_and_metrics = slow
 
 
 def test_a_signal_before_the_first_step_leaves_nothing(forge, place):
-    run = forge.start(*SHORT, f"local_run_dir={place}", prepare="import time, models\nmodels.load_model = lambda *_: ("
-                      "print('loading', flush=True), time.sleep(60))")
+    run = forge.start(
+        *SHORT,
+        f"local_run_dir={place}",
+        prepare="import time, models\nmodels.load_model = lambda *_: (print('loading', flush=True), time.sleep(60))",
+    )
     run.wait_for(lambda: "loading" in run.text)
     os.kill(run.pid, signal.SIGTERM)
     assert run.wait() == 75
@@ -228,9 +260,22 @@ def test_a_signal_before_the_first_step_leaves_nothing(forge, place):
 def test_torchrun_passes_the_signal_on(forge, calm, place):
     settings = (*SHORT, "trainer=FSDPTrainer", "n_epochs=200")
     words = fault_runs.arguments(forge.folder, *settings, f"local_run_dir={place}")
-    process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone",
-                                str(ROOT / "train.py"), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=forge.folder)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            "--standalone",
+            str(ROOT / "train.py"),
+            *words,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=forge.folder,
+    )
     deadline = time.monotonic() + 90
     while not (place / "LATEST").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -275,7 +320,7 @@ def test_auto_goes_on_with_the_newest_run_of_the_same_command(forge, calm, tmp_p
     settings = (*SHORT, f"local_dirs=[{tmp_path}]", "resume=auto")
     assert forge.start(*settings, kill={"stage": "end", "nth": 0}).wait() != 0
     run = forge.run(*settings)
-    folder, = (path.parent for path in tmp_path.rglob("LATEST"))
+    (folder,) = (path.parent for path in tmp_path.rglob("LATEST"))
     assert "Resumed from" in run.text and not differences(calm(*SHORT), folder)
     # The same with a folder of one's own, also when it was killed before its first checkpoint.
     own = (*SHORT, f"local_run_dir={tmp_path}/own", "resume=auto")
@@ -318,7 +363,7 @@ def test_other_data_or_another_reference_is_refused(forge, place, tmp_path):
 
 
 def test_half_written_cache_files_of_killed_jobs_go(tmp_path):
-    from reference import ReferenceCache
+    from modeling.reference import ReferenceCache
 
     os.makedirs(tmp_path / "key")
     for name, age in (("a.logps.1-ff.tmp", 7200), ("b.logps.2-ff.tmp", 5)):
@@ -340,8 +385,16 @@ def test_saves_by_the_clock(forge, calm, place):
 
 def test_early_stop_keeps_the_best_and_stays_stopped(forge, place):
     # The reward margin grows from evaluation to evaluation, so that the first one after the start is the best.
-    settings = (*SHORT, "n_epochs=4", "early_stopping.metric=rewards_eval/margins", "early_stopping.mode=min",
-                "early_stopping.patience=2", "checkpoint.every=1000", "checkpoint.keep_last=1", "do_first_eval=false")
+    settings = (
+        *SHORT,
+        "n_epochs=4",
+        "early_stopping.metric=rewards_eval/margins",
+        "early_stopping.mode=min",
+        "early_stopping.patience=2",
+        "checkpoint.every=1000",
+        "checkpoint.keep_last=1",
+        "do_first_eval=false",
+    )
     run = forge.start(*settings, f"local_run_dir={place}", kill={"stage": "end", "nth": 1})
     assert run.wait() != 0
     kept = sorted(path.name for path in place.glob("step-*"))

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 
-import sampling
-from sampling import choose_tokens, generate_samples
+from modeling import generation
+from modeling.generation import choose_tokens, generate_samples
 from utils import World
 
 VOCABULARY = 40
@@ -148,7 +148,7 @@ def test_stops_at_every_end_token():
     model.generation_config.eos_token_id = [2, 7]
     tokenizer.get_vocab = lambda: {"<|im_end|>": 9, "<|eot_id|>": 11, "x": 39}
     tokenizer.chat_template = "{{ '<|im_end|>' }}"
-    assert sampling.stop_token_ids(model, tokenizer) == {2, 7, 9}
+    assert generation.stop_token_ids(model, tokenizer) == {2, 7, 9}
     samples = generate_samples(model, tokenizer, make_prompts(*[4] * 12), max_new_tokens=30, temperature=3.0)
     assert any(len(sample.split()) < 30 for sample in samples)
     assert not any(token in ("7", "9") for sample in samples for token in sample.split())
@@ -182,7 +182,7 @@ def test_decoding_keeps_a_leading_space():
     def decode(ids, skip_special_tokens):  # as sentencepiece does
         return "".join(words[i] for i in ids).lstrip()
 
-    assert sampling.decode(SimpleNamespace(decode=decode), np.array([5]), [6]) == " sat"
+    assert generation.decode(SimpleNamespace(decode=decode), np.array([5]), [6]) == " sat"
 
 
 @pytest.mark.parametrize("setting", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"max_new_tokens": 0}])

@@ -5,15 +5,21 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from architectures import KINDS, PLAIN_ONLY, SLIDING, VOCABULARY, WINDOW, make
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import models
-import scoring
-from batching import Segment, Unit, pack, pad
-from scoring import (
-    TreeLayout, choose_attention, head_scaling, packed_attention, response_logps, target_logps, use_attention)
-from architectures import KINDS, PLAIN_ONLY, SLIDING, VOCABULARY, WINDOW, make
+from data.batching import PrefixTree, PromptUnit, pack, pad
+from modeling import loading, scoring
+from modeling.scoring import (
+    PackedLayout,
+    choose_attention,
+    head_scaling,
+    packed_attention,
+    response_logps,
+    target_logps,
+    use_attention,
+)
 
 SHARING = [name for name in KINDS if name not in PLAIN_ONLY]
 PAD = 0
@@ -22,8 +28,14 @@ PAD = 0
 def unit_of(group, prompt, responses, seed=0):
     rng = np.random.default_rng([seed, group])
     draw = lambda n: rng.integers(5, VOCABULARY, n).astype(np.int32)  # noqa: E731
-    return Unit(0, group, draw(prompt), [draw(n) for n in responses], list(range(len(responses))),
-                [(i, (i + 1) % len(responses)) for i in range(len(responses))])
+    return PromptUnit(
+        0,
+        group,
+        draw(prompt),
+        [draw(n) for n in responses],
+        list(range(len(responses))),
+        [(i, (i + 1) % len(responses)) for i in range(len(responses))],
+    )
 
 
 # One to four responses a prompt; prompts and responses shorter and longer than the sliding window; single tokens.
@@ -88,8 +100,10 @@ def test_plain_rows_through_the_chunked_head_equal_the_models_own(name):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_prefix_sharing_off_is_the_same(name):
     model = make(name)
-    check_same(scored(model, "packed_sdpa", False, pack(UNITS, share_prefix=False)),
-               scored(model, "packed_sdpa", False, pack(UNITS)))
+    check_same(
+        scored(model, "packed_sdpa", False, pack(UNITS, share_prefix=False)),
+        scored(model, "packed_sdpa", False, pack(UNITS)),
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text"])
@@ -106,8 +120,14 @@ def test_siblings_and_neighbours_change_nothing(name):
     use_attention(model, "packed_sdpa")
     other = [unit_of(i, len(u.prompt), [len(r) for r in u.responses], seed=1) for i, u in enumerate(UNITS)]
     other[1] = UNITS[1]
-    other[0] = Unit(0, 0, UNITS[0].prompt, [other[0].responses[0], UNITS[0].responses[1], other[0].responses[2]],
-                    [0, 1, 2], UNITS[0].pairs)
+    other[0] = PromptUnit(
+        0,
+        0,
+        UNITS[0].prompt,
+        [other[0].responses[0], UNITS[0].responses[1], other[0].responses[2]],
+        [0, 1, 2],
+        UNITS[0].pairs,
+    )
     with torch.no_grad():
         found, expected = response_logps(model, pack(other)), response_logps(model, pack(UNITS))
     for same in (1, 3, 4):  # unit 0's second response, and both of unit 1
@@ -128,17 +148,19 @@ def test_the_window_matters_here(name):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_oss"])
 def test_activation_checkpointing_is_the_same(name, every):
     model = make(name)
-    models.checkpoint_activations(models.find_blocks(model, None), every)
+    loading.checkpoint_activations(loading.find_blocks(model, None), every)
     check_same(scored(model, "packed_sdpa", False, pack(UNITS)), true_scores(name))
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt2", "gpt_neox", "phi", "gptj"])
 def test_dropout_is_off(name):
-    rates = {"opt": dict(dropout=0.5, attention_dropout=0.5, layerdrop=0.5),
-             "gpt2": dict(attn_pdrop=0.5, embd_pdrop=0.5, resid_pdrop=0.5),
-             "gptj": dict(attn_pdrop=0.5, resid_pdrop=0.5),
-             "gpt_neox": dict(attention_dropout=0.5, hidden_dropout=0.5),
-             "phi": dict(attention_dropout=0.5, resid_pdrop=0.5, embd_pdrop=0.5)}[name]
+    rates = {
+        "opt": dict(dropout=0.5, attention_dropout=0.5, layerdrop=0.5),
+        "gpt2": dict(attn_pdrop=0.5, embd_pdrop=0.5, resid_pdrop=0.5),
+        "gptj": dict(attn_pdrop=0.5, resid_pdrop=0.5),
+        "gpt_neox": dict(attention_dropout=0.5, hidden_dropout=0.5),
+        "phi": dict(attention_dropout=0.5, resid_pdrop=0.5, embd_pdrop=0.5),
+    }[name]
     model = make(name, **rates)
     first = scored(model, "packed_sdpa", False, pack(UNITS))
     second = scored(model, "packed_sdpa", False, pack(UNITS))
@@ -149,10 +171,23 @@ def test_dropout_is_off(name):
 def test_models_are_loaded_in_evaluation_mode():
     from omegaconf import OmegaConf
 
-    config = OmegaConf.create({"seed": 0, "model": {"random_config": {
-        "model_type": "opt", "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "word_embed_proj_dim": 16, "dropout": 0.5}}})
-    model = models.load_model(config, models.byte_tokenizer(), torch.float32, "cpu")
+    config = OmegaConf.create(
+        {
+            "seed": 0,
+            "model": {
+                "random_config": {
+                    "model_type": "opt",
+                    "hidden_size": 16,
+                    "ffn_dim": 16,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "word_embed_proj_dim": 16,
+                    "dropout": 0.5,
+                }
+            },
+        }
+    )
+    model = loading.load_model(config, loading.byte_tokenizer(), torch.float32, "cpu")
     assert not any(module.training for module in model.modules())
 
 
@@ -179,24 +214,28 @@ def test_attention_of_a_models_own_never_passes_for_shared(dtype, spread):
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma2", "gpt2", "qwen3"])
 def test_half_precision_shares_too(name):
     assert choose_attention(make(name, dtype=torch.bfloat16, spread=2.0), UNITS[0], "auto", PAD, "cpu") == (
-        "packed_sdpa", False, None)
+        "packed_sdpa",
+        False,
+        None,
+    )
 
 
 def broken_attention(how):
     def attention(module, query, key, value, mask, scaling=None, dropout=0.0, *, layout=None, **kwargs):
         if layout is not None:
             if how == "siblings":  # responses of a prompt see those before them
-                segments = [Segment(s.prompt, (sum(s.responses),)) for s in layout.segments]
+                trees = [PrefixTree(s.prompt, (sum(s.responses),)) for s in layout.trees]
             elif how == "prompt":  # responses do not see their prompt
-                segments = [Segment(n, ()) for s in layout.segments for n in (s.prompt, *s.responses)]
-            layout.used, layout = True, TreeLayout(segments, layout.positions)
+                trees = [PrefixTree(n, ()) for s in layout.trees for n in (s.prompt, *s.responses)]
+            layout.used, layout = True, PackedLayout(trees, layout.positions)
         return packed_attention(module, query, key, value, mask, scaling, dropout, layout=layout, **kwargs)
 
     return attention
 
 
-@pytest.mark.parametrize("dtype, how", [
-    (torch.float32, "siblings"), (torch.float32, "prompt"), (torch.bfloat16, "prompt")])
+@pytest.mark.parametrize(
+    "dtype, how", [(torch.float32, "siblings"), (torch.float32, "prompt"), (torch.bfloat16, "prompt")]
+)
 def test_the_self_check_finds_wrong_attention(monkeypatch, how, dtype):
     from transformers import AttentionInterface
 
@@ -218,11 +257,17 @@ def test_an_unknown_head_is_scored_through_the_whole_model():
     model.forward = with_a_twist
     kernel, whole, notice = choose_attention(model, UNITS[0], "auto", PAD, "cpu")
     assert (kernel, whole) == ("plain", True) and "differ" in notice
-    rows = [torch.tensor(np.concatenate([unit.prompt, response]))[None].long()
-            for unit in UNITS for response in unit.responses]
-    expected = torch.stack([
-        with_a_twist(row).logits[0, -1 - n : -1].log_softmax(-1).gather(1, row[0, -n:, None]).sum()
-        for row, n in zip(rows, pack(UNITS).lengths_list)])
+    rows = [
+        torch.tensor(np.concatenate([unit.prompt, response]))[None].long()
+        for unit in UNITS
+        for response in unit.responses
+    ]
+    expected = torch.stack(
+        [
+            with_a_twist(row).logits[0, -1 - n : -1].log_softmax(-1).gather(1, row[0, -n:, None]).sum()
+            for row, n in zip(rows, pack(UNITS).lengths_list)
+        ]
+    )
     assert torch.allclose(response_logps(model, pad(UNITS, PAD)), expected, rtol=1e-5)
 
 
@@ -236,11 +281,18 @@ def random_units(rng):
 def dense_rule(batch, window):
     """[T, T] visibility by the definition: the same prompt, the same response, no later, and within the window."""
     places = []
-    for tree, segment in enumerate(batch.segments):
-        places += [(tree, 0, i) for i in range(segment.prompt)]
-        places += [(tree, k, segment.prompt + i) for k, n in enumerate(segment.responses, 1) for i in range(n)]
-    return torch.tensor([[tree == t and branch in (0, b) and place <= p and (window is None or p - place < window)
-                          for tree, branch, place in places] for t, b, p in places])
+    for tree, tree in enumerate(batch.trees):
+        places += [(tree, 0, i) for i in range(tree.prompt)]
+        places += [(tree, k, tree.prompt + i) for k, n in enumerate(tree.responses, 1) for i in range(n)]
+    return torch.tensor(
+        [
+            [
+                tree == t and branch in (0, b) and place <= p and (window is None or p - place < window)
+                for tree, branch, place in places
+            ]
+            for t, b, p in places
+        ]
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, WINDOW, 1000])
@@ -249,7 +301,7 @@ def test_every_kernel_follows_the_dense_rule(window, seed):
     batch = pack(random_units(np.random.default_rng(seed)))
     total = batch.input_ids.numel()
     rule = dense_rule(batch, window)
-    layout = TreeLayout(batch.segments, batch.position_ids[0])
+    layout = PackedLayout(batch.trees, batch.position_ids[0])
     index = torch.arange(total)
     assert torch.equal(layout.mask_mod(window)(0, 0, index[:, None], index[None]), rule)
 
@@ -260,9 +312,10 @@ def test_every_kernel_follows_the_dense_rule(window, seed):
     scores = (query @ wide_key.mT * 0.3).masked_fill(~rule, float("-inf"))
     expected = (scores.softmax(-1) @ wide_value).transpose(1, 2)
     for kernel in ("sdpa", "flex"):
-        layout = TreeLayout(batch.segments, batch.position_ids[0], kernel)
-        found, weights = packed_attention(None, query, key, value, None, scaling=0.3, layout=layout,
-                                          sliding_window=window)
+        layout = PackedLayout(batch.trees, batch.position_ids[0], kernel)
+        found, weights = packed_attention(
+            None, query, key, value, None, scaling=0.3, layout=layout, sliding_window=window
+        )
         assert weights is None and found.shape == (1, total, 4, 16) and found.is_contiguous()
         assert torch.allclose(found, expected, atol=2e-5), (kernel, (found - expected).abs().max())
 
@@ -270,9 +323,10 @@ def test_every_kernel_follows_the_dense_rule(window, seed):
     sinks = torch.randn(4, generator=generator)
     weights = torch.cat([capped, sinks.reshape(1, 4, 1, 1).expand(1, 4, total, 1)], -1).softmax(-1)[..., :-1]
     for kernel in ("sdpa", "flex"):
-        layout = TreeLayout(batch.segments, batch.position_ids[0], kernel)
-        found, _ = packed_attention(None, query, key, value, None, scaling=0.3, layout=layout, sliding_window=window,
-                                    softcap=5.0, s_aux=sinks)
+        layout = PackedLayout(batch.trees, batch.position_ids[0], kernel)
+        found, _ = packed_attention(
+            None, query, key, value, None, scaling=0.3, layout=layout, sliding_window=window, softcap=5.0, s_aux=sinks
+        )
         assert torch.allclose(found, (weights @ wide_value).transpose(1, 2), atol=2e-5)
 
 
@@ -293,8 +347,15 @@ def test_generation_under_the_packed_attention_is_the_models_own(name):
     for ids, attention in ((rows, mask), (rows[1:], mask[1:])):
         own, ours = make(name), make(name)
         ours.set_attn_implementation(scoring.ATTENTION_NAME)
-        arguments = dict(attention_mask=attention, max_new_tokens=6, do_sample=False, output_logits=True,
-                         return_dict_in_generate=True, pad_token_id=PAD, eos_token_id=None)
+        arguments = dict(
+            attention_mask=attention,
+            max_new_tokens=6,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=PAD,
+            eos_token_id=None,
+        )
         expected, found = own.generate(ids, **arguments), ours.generate(ids, **arguments)
         assert torch.equal(found.sequences, expected.sequences)
         for a, b in zip(found.logits, expected.logits):
@@ -413,7 +474,7 @@ def test_full_logits_never_exist(monkeypatch, name, kernel):
         response_logps(model, batch)
     assert reference.elements <= vocabulary * width
 
-    use_attention(model, "plain", whole_forward=True)  # the measure does see full logits
+    use_attention(model, "plain", full_forward=True)  # the measure does see full logits
     with LargestTensor() as everything, torch.no_grad():
         response_logps(model, pad(units, PAD))
     assert everything.elements >= 8 * 80 * vocabulary
@@ -429,7 +490,9 @@ def test_the_memory_of_logits_is_bounded(monkeypatch, kind):
     assert largest.elements * 4 <= 1 << 20
 
 
-@pytest.mark.parametrize("name, expected", [("cohere", (0.3, None)), ("granite", (1 / 3, None)),
-                                            ("gemma2", (1.0, 30.0)), ("llama", (1.0, None))])
+@pytest.mark.parametrize(
+    "name, expected",
+    [("cohere", (0.3, None)), ("granite", (1 / 3, None)), ("gemma2", (1.0, 30.0)), ("llama", (1.0, None))],
+)
 def test_head_scaling(name, expected):
     assert head_scaling(make(name)) == (pytest.approx(expected[0]), expected[1])

@@ -11,8 +11,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "examples" / "quickstart"
-SHELL_SCRIPTS = [ROOT / "scripts" / "_environment", ROOT / "scripts" / "test", ROOT / "scripts" / "quickstart",
-                 ROOT / ".ci" / "run"]
+SHELL_SCRIPTS = [
+    ROOT / "scripts" / "_environment",
+    ROOT / "scripts" / "test",
+    ROOT / "scripts" / "quickstart",
+    ROOT / ".ci" / "run",
+]
 
 
 def load_generator():
@@ -27,8 +31,11 @@ def read_split(split):
     """[(prompt, chosen, rejected)] of the committed file."""
     rows = [json.loads(line) for line in (QUICKSTART / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
     for row in rows:
-        assert [message["role"] for message in row["prompt"] + row["chosen"] + row["rejected"]] == \
-            ["user", "assistant", "assistant"]
+        assert [message["role"] for message in row["prompt"] + row["chosen"] + row["rejected"]] == [
+            "user",
+            "assistant",
+            "assistant",
+        ]
     return [tuple(row[key][0]["content"] for key in ("prompt", "chosen", "rejected")) for row in rows]
 
 
@@ -37,7 +44,9 @@ def read_split(split):
 
 def test_generator_reproduces_the_committed_files():
     for name, text in load_generator().build().items():
-        assert (QUICKSTART / name).read_bytes() == text.encode("utf-8"), f"run {QUICKSTART / 'make_pairs.py'} and commit"
+        assert (QUICKSTART / name).read_bytes() == text.encode("utf-8"), (
+            f"run {QUICKSTART / 'make_pairs.py'} and commit"
+        )
 
 
 @pytest.mark.parametrize("split, size", [("train", 400), ("test", 100)])
@@ -58,10 +67,14 @@ def test_splits_share_nothing():
     for column in range(3):
         texts = [row[column] for row in train + test]
         assert len(set(texts)) == len(texts)
-    topics = [{line for topic in generator.read_topics(QUICKSTART / f"topics_{split}.txt") for line in topic}
-              for split in ("train", "test")]
+    topics = [
+        {line for topic in generator.read_topics(QUICKSTART / f"topics_{split}.txt") for line in topic}
+        for split in ("train", "test")
+    ]
     assert not topics[0] & topics[1]
-    phrases = [{phrase for group in vars(split).values() for phrase in group} for split in (generator.TRAIN, generator.TEST)]
+    phrases = [
+        {phrase for group in vars(split).values() for phrase in group} for split in (generator.TRAIN, generator.TEST)
+    ]
     assert not phrases[0] & phrases[1]
 
 
@@ -85,8 +98,14 @@ def environment_after(tmp_path, commands, **variables):
     (tmp_path / "scripts").mkdir(exist_ok=True)
     (tmp_path / "scripts" / "_environment").write_bytes((ROOT / "scripts" / "_environment").read_bytes())
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "NO_VENV")}
-    return subprocess.run(["bash", "-c", f"source scripts/_environment; {commands}"], cwd=tmp_path, text=True,
-                          capture_output=True, env={**inherited, **variables}, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        ["bash", "-c", f"source scripts/_environment; {commands}"],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        env={**inherited, **variables},
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def fake_python(tmp_path, script):
@@ -114,11 +133,15 @@ def test_requirements_are_installed_once(tmp_path):
     """With a pip that only notes that it was called, in a .venv that already exists."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     program = tmp_path / ".venv" / "bin" / "python"
-    program.write_text(f'#!/bin/sh\nif [ "$2" = pip ]; then echo Installing; echo call >>calls; else exec {sys.executable} "$@"; fi\n')
+    program.write_text(
+        f'#!/bin/sh\nif [ "$2" = pip ]; then echo Installing; echo call >>calls; else exec {sys.executable} "$@"; fi\n'
+    )
     program.chmod(0o755)
     (tmp_path / "requirements.txt").write_text("one\n")
     for expected in (1, 1):
-        done = environment_after(tmp_path, 'prepare_environment requirements.txt && echo "$PYTHON"', PYTHON=sys.executable)
+        done = environment_after(
+            tmp_path, 'prepare_environment requirements.txt && echo "$PYTHON"', PYTHON=sys.executable
+        )
         assert done.returncode == 0 and done.stdout.splitlines()[-1].endswith(".venv/bin/python"), done.stderr
         assert (tmp_path / "calls").read_text().count("call") == expected
     (tmp_path / "requirements.txt").write_text("two\n")
@@ -129,8 +152,10 @@ def test_requirements_are_installed_once(tmp_path):
 def test_a_failed_install_says_why_and_is_not_remembered(tmp_path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     program = tmp_path / ".venv" / "bin" / "python"
-    program.write_text('#!/bin/sh\nif [ "$2" = pip ]; then echo "NewConnectionError: no route"; exit 1; '
-                       f'else exec {sys.executable} "$@"; fi\n')
+    program.write_text(
+        '#!/bin/sh\nif [ "$2" = pip ]; then echo "NewConnectionError: no route"; exit 1; '
+        f'else exec {sys.executable} "$@"; fi\n'
+    )
     program.chmod(0o755)
     (tmp_path / "requirements.txt").write_text("one\n")
     for _ in range(2):
@@ -140,8 +165,11 @@ def test_a_failed_install_says_why_and_is_not_remembered(tmp_path):
 
 def test_the_model_is_not_fetched_again(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "get_smollm2"), "--folder", str(tmp_path)], text=True,
-                          capture_output=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "get_smollm2"), "--folder", str(tmp_path)],
+        text=True,
+        capture_output=True,
+    )
     assert done.returncode == 0 and "already" in done.stdout
 
 
@@ -159,11 +187,23 @@ def run_folder(tmp_path_factory):
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
-    tokenizer.chat_template = ("{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
-                               "{% if add_generation_prompt %}assistant : {% endif %}")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant : {% endif %}"
+    )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-                                         num_attention_heads=2, max_position_embeddings=64, eos_token_id=1, bos_token_id=None))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+    )
     run = tmp_path_factory.mktemp("run")
     model.save_pretrained(run / "step-8" / "hf")
     tokenizer.save_pretrained(run / "step-8" / "hf")
@@ -172,14 +212,27 @@ def run_folder(tmp_path_factory):
 
 
 def sample(*arguments, stdin=""):
-    return subprocess.run([sys.executable, str(ROOT / "scripts" / "sample"), *map(str, arguments)], input=stdin, text=True,
-                          capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "sample"), *map(str, arguments)],
+        input=stdin,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
 
 
 def test_sample_chats_and_compares(run_folder):
     """A run folder and a step folder of the same model, two turns of chat: the same words for the same seed."""
-    done = sample(run_folder, "--compare", run_folder / "step-8", "--max-new-tokens", 8, "--device", "cpu",
-                  stdin="word1 word2\nword3\n\nword1 word2\n")
+    done = sample(
+        run_folder,
+        "--compare",
+        run_folder / "step-8",
+        "--max-new-tokens",
+        8,
+        "--device",
+        "cpu",
+        stdin="word1 word2\nword3\n\nword1 word2\n",
+    )
     assert done.returncode == 0, done.stderr
     replies = [line.split("] ", 1)[1] for line in done.stdout.splitlines() if "] " in line]
     assert len(replies) == 6 and all(replies[i] == replies[i + 1] for i in (0, 2, 4))
@@ -187,8 +240,18 @@ def test_sample_chats_and_compares(run_folder):
 
 
 def test_sample_completes_greedily(run_folder):
-    done = sample(run_folder / "step-8" / "hf", "--complete", "--temperature", 0, "--prompt", "word7 word8",
-                  "--max-new-tokens", 5, "--device", "cpu")
+    done = sample(
+        run_folder / "step-8" / "hf",
+        "--complete",
+        "--temperature",
+        0,
+        "--prompt",
+        "word7 word8",
+        "--max-new-tokens",
+        5,
+        "--device",
+        "cpu",
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "> word7 word8" and 1 <= len(done.stdout.splitlines()[1].split()) <= 5
 

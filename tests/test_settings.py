@@ -1,15 +1,17 @@
 """The schema against the config files and torch, and every combination that is refused."""
+
 import functools
 import inspect
 import shlex
 
 import pytest
 import yaml
+from conftest import ROOT, compose_config
 from omegaconf import OmegaConf
 
 import preference_datasets
 import settings
-from conftest import ROOT, compose_config
+import utils
 
 # The README commands of the DPO paper's reference implementation; paths of weights are put in by the tests.
 ANCESTOR_COMMANDS = [
@@ -28,11 +30,31 @@ ANCESTOR_COMMANDS = [
     "model.archive=ARCHIVE",
 ]
 ANCESTOR_DEFAULTS = dict(
-    seed=0, batch_size=4, eval_batch_size=16, debug=False, fsdp_port=None, datasets=["hh"],
-    local_dirs=["/scr-ssd", "/scr", ".cache"], sample_during_eval=True, n_eval_model_samples=16, do_first_eval=True,
-    lr=5e-7, gradient_accumulation_steps=1, max_grad_norm=10.0, max_length=512, max_prompt_length=256, n_epochs=1,
-    n_examples=None, n_eval_examples=256, trainer="BasicTrainer", optimizer="RMSprop", warmup_steps=150,
-    activation_checkpointing=False, eval_every=20_000, minimum_log_interval_secs=1.0)
+    seed=0,
+    batch_size=4,
+    eval_batch_size=16,
+    debug=False,
+    fsdp_port=None,
+    datasets=["hh"],
+    local_dirs=["/scr-ssd", "/scr", ".cache"],
+    sample_during_eval=True,
+    n_eval_model_samples=16,
+    do_first_eval=True,
+    lr=5e-7,
+    gradient_accumulation_steps=1,
+    max_grad_norm=10.0,
+    max_length=512,
+    max_prompt_length=256,
+    n_epochs=1,
+    n_examples=None,
+    n_eval_examples=256,
+    trainer="BasicTrainer",
+    optimizer="RMSprop",
+    warmup_steps=150,
+    activation_checkpointing=False,
+    eval_every=20_000,
+    minimum_log_interval_secs=1.0,
+)
 
 
 def check(*overrides, device_count=None):
@@ -77,9 +99,11 @@ def test_the_ancestors_defaults():
 
 @pytest.mark.parametrize("group, option", [(g, o) for g in ("model", "loss", "fsdp") for o in settings.options(g)])
 def test_every_option_of_every_group(group, option):
-    more = {"model": ["model.name_or_path=gpt2"] if option == "blank_model" else [],
-            "loss": ["model=tiny"],
-            "fsdp": ["model=tiny", "trainer=FSDPTrainer", "world_size=2"]}[group]
+    more = {
+        "model": ["model.name_or_path=gpt2"] if option == "blank_model" else [],
+        "loss": ["model=tiny"],
+        "fsdp": ["model=tiny", "trainer=FSDPTrainer", "world_size=2"],
+    }[group]
     check(f"{group}={option}", *more)
 
 
@@ -88,8 +112,12 @@ def test_experiments(name, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)  # the bundled data set is named by its path
     config = check(f"experiment={name}", *([f"model.archive={tmp_path}"] if name.endswith("_dpo") else []))
     assert config.exp_name
-    other = check(f"experiment={name}", "lr=3e-6", "loss=sft" if name == "quickstart" else "seed=1",
-                  *([f"model.archive={tmp_path}"] if name.endswith("_dpo") else []))
+    other = check(
+        f"experiment={name}",
+        "lr=3e-6",
+        "loss=sft" if name == "quickstart" else "seed=1",
+        *([f"model.archive={tmp_path}"] if name.endswith("_dpo") else []),
+    )
     assert other.lr == 3e-6, "the command line wins over the experiment"
 
 
@@ -119,83 +147,89 @@ def test_optimizers_match_torch():
         assert set(arguments.split()) <= set(inspect.signature(getattr(torch.optim, name)).parameters), name
 
 
-@pytest.mark.parametrize("line, words", [
-    # types and ranges
-    ("lr=abc", ["lr=abc", "a number above 0"]),
-    ("lr=0", ["lr=0", "above 0"]),
-    ("lr=nan", ["lr=nan"]),
-    ("batch_size=0", ["batch_size=0", "from 1 up"]),
-    ("batch_size=2.5", ["batch_size=2.5", "whole number"]),
-    ("batch_size=true", ["batch_size=true"]),
-    ("debug=1", ["debug=1", "true or false"]),
-    ("datasets=hh", ["datasets=hh", "list"]),
-    ("datasets=[]", ["datasets"]),
-    ("seed=-1", ["seed=-1"]),
-    ("sampling.top_p=1.5", ["sampling.top_p=1.5", "to 1"]),
-    ("schedule=cosin", ["schedule=cosin", "constant, linear or cosine", "did you mean cosine?"]),
-    ("trainer=FSDPTrianer", ["trainer=FSDPTrianer", "did you mean FSDPTrainer?"]),
-    ("tokens_per_microbatch=0", ["tokens_per_microbatch", "auto or a whole number"]),
-    ("activation_checkpointing=0", ["activation_checkpointing=0"]),
-    ("wandb=false", ["wandb=false", "wandb.enabled"]),
-    ("device=gpu", ["device=gpu", "cuda"]),
-    # names
-    ("+foo=1", ["no key foo"]),
-    ("+loss.bta=1 loss=dpo", ["loss.bta", "did you mean loss.beta?"]),
-    ("+loss.beta=1", ["loss=sft has no key loss.beta", "dpo", "ipo"]),
-    ("+loss.label_smoothing=0.1 loss=ipo", ["loss=ipo has no key loss.label_smoothing", "loss=dpo"]),
-    ("loss=dpo loss.label_smoothing=0.5", ["loss.label_smoothing=0.5"]),
-    ("optimizer=Adamw", ["optimizer=Adamw", "did you mean AdamW?", "RMSprop"]),
-    ("optimizer=LBFGS", ["several times a step"]),
-    ("+optimizer_kwargs.weight_dekay=1", ["weight_dekay", "did you mean weight_decay?"]),
-    ("+optimizer_kwargs.lr=1", ["lr=..."]),
-    ("optimizer=AdamW +optimizer_kwargs.betas=[0.9,1.0]", ["betas"]),
-    ("datasets=[hhh]", ["hhh"]),
-    ("+data.weights.shp=1", ["data.weights.shp", "not among"]),
-    ("+data.weights.hh=0", ["data.weights.hh=0", "above 0"]),
-    ("+data.paths.hh=/no/such", ["/no/such"]),
-    ("model.archive=/no/such/policy.pt", ["model.archive=/no/such/policy.pt", "no such file"]),
-    ("model=blank_model", ["model.name_or_path is missing", "model=blank_model"]),
-    ("model=blank_model model.name_or_path=./nowhere", ["./nowhere"]),
-    ("model=pythia model.size=100m", ["model.size=100m", "2.8b"]),
-    ("resume=/no/such", ["resume=/no/such"]),
-    # combinations
-    ("n_epochs=null", ["n_epochs and n_examples"]),
-    ("max_length=256", ["max_prompt_length=256", "max_length=256"]),
-    ("gradient_accumulation_steps=8", ["batch_size=4"]),
-    ("model.block=A model.block_name=B", ["model.block_name"]),
-    ("reference.mode=online", ["reference.mode=online", "loss=sft"]),
-    ("loss=dpo loss.reference_free=true reference.mode=online", ["reference_free"]),
-    ("early_stopping.patience=7", ["early_stopping.metric is null"]),
-    ("early_stopping.metric=rewards_eval/acuracies loss=dpo", ["did you mean rewards_eval/accuracies?"]),
-    ("early_stopping.metric=rewards_eval/accuracies", ["loss=sft", "loss/eval"]),
-    ("checkpoint.formats=[stat]", ["did you mean state?"]),
-    ("checkpoint.formats=[hf] checkpoint.async_save=true", ["add state"]),
-    ("checkpoint.formats=[hf] resume=auto", ["resume needs state"]),
-    ("guards.max_nonfinite_steps=3", ["guards.on_nonfinite=skip"]),
-    ("guards.on_nonfinite=skip", ["max_nonfinite_steps"]),
-    ("prefix_sharing=false model.attention=flex", ["prefix_sharing=false"]),
-    ("sample_during_eval=false sampling.top_p=0.5", ["sample_during_eval=false"]),
-    # placement
-    ("model.fsdp_policy_mp=bfloat16", ["BasicTrainer", "trainer=FSDPTrainer"]),
-    ("fsdp=no_shard", ["fsdp.sharding_strategy=NO_SHARD", "BasicTrainer"]),
-    ("fsdp.cpu_offload=true", ["fsdp.cpu_offload=true", "BasicTrainer"]),
-    ("world_size=2", ["BasicTrainer", "one device"]),
-    ("tp_size=2", ["tp_size=2"]),
-    ("fsdp_port=12355", ["fsdp_port"]),
-    ("trainer=FSDPTrainer tp_size=2", ["TensorParallelTrainer"]),
-    ("trainer=TensorParallelTrainer world_size=4", ["tp_size of 2"]),
-    ("trainer=TensorParallelTrainer world_size=4 tp_size=3", ["does not divide"]),
-    ("trainer=TensorParallelTrainer world_size=2 tp_size=2 fsdp=no_shard", ["none are left"]),
-    ("trainer=FSDPTrainer world_size=8", ["batch_size=4", "8"]),
-    ("trainer=FSDPTrainer fsdp=hybrid_shard world_size=3 fsdp.replicas=2", ["does not divide"]),
-    ("trainer=FSDPTrainer fsdp.replicas=2", ["hybrid_shard"]),
-    ("trainer=FSDPTrainer fsdp.backward_prefetch=BACKWARD_POST", ["BACKWARD_POST", "BACKWARD_PRE or null"]),
-    ("trainer=FSDPTrainer device=cpu model.fsdp_policy_mp=float16", ["float16 needs a GPU"]),
-    ("trainer=FSDPTrainer device=cuda:1", ["CUDA_VISIBLE_DEVICES"]),
-    ("trainer=FSDPTrainer device=mps", ["BasicTrainer"]),
-    ("device=cpu model.attention=flex", ["needs CUDA"]),
-    ("trainer=FSDPTrainer fsdp.cpu_offload=true optimizer=AdamW +optimizer_kwargs.fused=true", ["fused", "offload"]),
-])
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        # types and ranges
+        ("lr=abc", ["lr=abc", "a number above 0"]),
+        ("lr=0", ["lr=0", "above 0"]),
+        ("lr=nan", ["lr=nan"]),
+        ("batch_size=0", ["batch_size=0", "from 1 up"]),
+        ("batch_size=2.5", ["batch_size=2.5", "whole number"]),
+        ("batch_size=true", ["batch_size=true"]),
+        ("debug=1", ["debug=1", "true or false"]),
+        ("datasets=hh", ["datasets=hh", "list"]),
+        ("datasets=[]", ["datasets"]),
+        ("seed=-1", ["seed=-1"]),
+        ("sampling.top_p=1.5", ["sampling.top_p=1.5", "to 1"]),
+        ("schedule=cosin", ["schedule=cosin", "constant, linear or cosine", "did you mean cosine?"]),
+        ("trainer=FSDPTrianer", ["trainer=FSDPTrianer", "did you mean FSDPTrainer?"]),
+        ("tokens_per_microbatch=0", ["tokens_per_microbatch", "auto or a whole number"]),
+        ("activation_checkpointing=0", ["activation_checkpointing=0"]),
+        ("wandb=false", ["wandb=false", "wandb.enabled"]),
+        ("device=gpu", ["device=gpu", "cuda"]),
+        # names
+        ("+foo=1", ["no key foo"]),
+        ("+loss.bta=1 loss=dpo", ["loss.bta", "did you mean loss.beta?"]),
+        ("+loss.beta=1", ["loss=sft has no key loss.beta", "dpo", "ipo"]),
+        ("+loss.label_smoothing=0.1 loss=ipo", ["loss=ipo has no key loss.label_smoothing", "loss=dpo"]),
+        ("loss=dpo loss.label_smoothing=0.5", ["loss.label_smoothing=0.5"]),
+        ("optimizer=Adamw", ["optimizer=Adamw", "did you mean AdamW?", "RMSprop"]),
+        ("optimizer=LBFGS", ["several times a step"]),
+        ("+optimizer_kwargs.weight_dekay=1", ["weight_dekay", "did you mean weight_decay?"]),
+        ("+optimizer_kwargs.lr=1", ["lr=..."]),
+        ("optimizer=AdamW +optimizer_kwargs.betas=[0.9,1.0]", ["betas"]),
+        ("datasets=[hhh]", ["hhh"]),
+        ("+data.weights.shp=1", ["data.weights.shp", "not among"]),
+        ("+data.weights.hh=0", ["data.weights.hh=0", "above 0"]),
+        ("+data.paths.hh=/no/such", ["/no/such"]),
+        ("model.archive=/no/such/policy.pt", ["model.archive=/no/such/policy.pt", "no such file"]),
+        ("model=blank_model", ["model.name_or_path is missing", "model=blank_model"]),
+        ("model=blank_model model.name_or_path=./nowhere", ["./nowhere"]),
+        ("model=pythia model.size=100m", ["model.size=100m", "2.8b"]),
+        ("resume=/no/such", ["resume=/no/such"]),
+        # combinations
+        ("n_epochs=null", ["n_epochs and n_examples"]),
+        ("max_length=256", ["max_prompt_length=256", "max_length=256"]),
+        ("gradient_accumulation_steps=8", ["batch_size=4"]),
+        ("model.block=A model.block_name=B", ["model.block_name"]),
+        ("reference.mode=online", ["reference.mode=online", "loss=sft"]),
+        ("loss=dpo loss.reference_free=true reference.mode=online", ["reference_free"]),
+        ("early_stopping.patience=7", ["early_stopping.metric is null"]),
+        ("early_stopping.metric=rewards_eval/acuracies loss=dpo", ["did you mean rewards_eval/accuracies?"]),
+        ("early_stopping.metric=rewards_eval/accuracies", ["loss=sft", "loss/eval"]),
+        ("checkpoint.formats=[stat]", ["did you mean state?"]),
+        ("checkpoint.formats=[hf] checkpoint.async_save=true", ["add state"]),
+        ("checkpoint.formats=[hf] resume=auto", ["resume needs state"]),
+        ("guards.max_nonfinite_steps=3", ["guards.on_nonfinite=skip"]),
+        ("guards.on_nonfinite=skip", ["max_nonfinite_steps"]),
+        ("prefix_sharing=false model.attention=flex", ["prefix_sharing=false"]),
+        ("sample_during_eval=false sampling.top_p=0.5", ["sample_during_eval=false"]),
+        # placement
+        ("model.fsdp_policy_mp=bfloat16", ["BasicTrainer", "trainer=FSDPTrainer"]),
+        ("fsdp=no_shard", ["fsdp.sharding_strategy=NO_SHARD", "BasicTrainer"]),
+        ("fsdp.cpu_offload=true", ["fsdp.cpu_offload=true", "BasicTrainer"]),
+        ("world_size=2", ["BasicTrainer", "one device"]),
+        ("tp_size=2", ["tp_size=2"]),
+        ("fsdp_port=12355", ["fsdp_port"]),
+        ("trainer=FSDPTrainer tp_size=2", ["TensorParallelTrainer"]),
+        ("trainer=TensorParallelTrainer world_size=4", ["tp_size of 2"]),
+        ("trainer=TensorParallelTrainer world_size=4 tp_size=3", ["does not divide"]),
+        ("trainer=TensorParallelTrainer world_size=2 tp_size=2 fsdp=no_shard", ["none are left"]),
+        ("trainer=FSDPTrainer world_size=8", ["batch_size=4", "8"]),
+        ("trainer=FSDPTrainer fsdp=hybrid_shard world_size=3 fsdp.replicas=2", ["does not divide"]),
+        ("trainer=FSDPTrainer fsdp.replicas=2", ["hybrid_shard"]),
+        ("trainer=FSDPTrainer fsdp.backward_prefetch=BACKWARD_POST", ["BACKWARD_POST", "BACKWARD_PRE or null"]),
+        ("trainer=FSDPTrainer device=cpu model.fsdp_policy_mp=float16", ["float16 needs a GPU"]),
+        ("trainer=FSDPTrainer device=cuda:1", ["CUDA_VISIBLE_DEVICES"]),
+        ("trainer=FSDPTrainer device=mps", ["BasicTrainer"]),
+        ("device=cpu model.attention=flex", ["needs CUDA"]),
+        (
+            "trainer=FSDPTrainer fsdp.cpu_offload=true optimizer=AdamW +optimizer_kwargs.fused=true",
+            ["fused", "offload"],
+        ),
+    ],
+)
 def test_refused(line, words):
     with pytest.raises(ValueError) as error:
         check_quickly(line)
@@ -204,17 +238,27 @@ def test_refused(line, words):
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("line", [
-    "trainer=FSDPTrainer world_size=4 fsdp=hybrid_shard fsdp.replicas=2",
-    "trainer=FSDPTrainer world_size=2 fsdp=no_shard fsdp.cpu_offload=true optimizer=SGD",
-    "trainer=TensorParallelTrainer world_size=4 tp_size=2 fsdp=shard_grad_op",
-    "trainer=TensorParallelTrainer world_size=1",
-    "optimizer=AdamW +optimizer_kwargs.weight_decay=0.1 +optimizer_kwargs.betas=[0.9,0.95]",
-    "activation_checkpointing=2", "activation_checkpointing=true", "tokens_per_microbatch=4096",
-    "n_epochs=null n_examples=10", "loss=ipo loss.average_log_prob=true", "loss=dpo reference.mode=online",
-    "loss=dpo early_stopping.metric=rewards_eval/accuracies/hh early_stopping.patience=7",
-    "model.archive=.", "resume=auto", "+data.columns.chosen=better", "+data.weights.hh=2",
-])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "trainer=FSDPTrainer world_size=4 fsdp=hybrid_shard fsdp.replicas=2",
+        "trainer=FSDPTrainer world_size=2 fsdp=no_shard fsdp.cpu_offload=true optimizer=SGD",
+        "trainer=TensorParallelTrainer world_size=4 tp_size=2 fsdp=shard_grad_op",
+        "trainer=TensorParallelTrainer world_size=1",
+        "optimizer=AdamW +optimizer_kwargs.weight_decay=0.1 +optimizer_kwargs.betas=[0.9,0.95]",
+        "activation_checkpointing=2",
+        "activation_checkpointing=true",
+        "tokens_per_microbatch=4096",
+        "n_epochs=null n_examples=10",
+        "loss=ipo loss.average_log_prob=true",
+        "loss=dpo reference.mode=online",
+        "loss=dpo early_stopping.metric=rewards_eval/accuracies/hh early_stopping.patience=7",
+        "model.archive=.",
+        "resume=auto",
+        "+data.columns.chosen=better",
+        "+data.weights.hh=2",
+    ],
+)
 def test_accepted(line):
     check_quickly(line, device_count=0)
 
@@ -233,8 +277,11 @@ def test_device_count_is_used():
 def test_a_joined_world_overrides_nothing(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for line, word in (("world_size=4 trainer=FSDPTrainer", "torchrun started 2"), ("", "BasicTrainer"),
-                       ("fsdp_port=1234 trainer=FSDPTrainer", "MASTER_PORT")):
+    for line, word in (
+        ("world_size=4 trainer=FSDPTrainer", "torchrun started 2"),
+        ("", "BasicTrainer"),
+        ("fsdp_port=1234 trainer=FSDPTrainer", "MASTER_PORT"),
+    ):
         with pytest.raises(ValueError, match=word):
             check("model=tiny", *line.split())
     check("model=tiny", "trainer=FSDPTrainer")
@@ -245,18 +292,20 @@ def test_when_a_process_is_a_task_of_srun(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert settings.joined_world() is None, "the shell of a batch script is no task"
+    assert utils.joined_world() is None, "the shell of a batch script is no task"
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_LOCALID", "0")
-    assert settings.joined_world() == (0, 4, 0, "srun")
+    assert utils.joined_world() == (0, 4, 0, "srun")
 
 
 def test_registered_names_need_no_torch():
     """Validation has to stay quick: neither it nor the data sources import torch or transformers at the top."""
     for module in (settings, preference_datasets):
         source = inspect.getsource(module)
-        assert not any(line.startswith(("import torch", "from torch", "import transformers", "from transformers"))
-                       for line in source.splitlines())
+        assert not any(
+            line.startswith(("import torch", "from torch", "import transformers", "from transformers"))
+            for line in source.splitlines()
+        )
 
 
 def test_yaml_files_have_one_document_each():

@@ -9,12 +9,6 @@ import sys
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
-
-import models
-import scoring
-import sharding
-from batching import Unit, pack, pad
 from conftest import ROOT
 from runs import (
     LLAMA,
@@ -30,6 +24,11 @@ from runs import (
     train,
     train_together,
 )
+from torch.distributed.tensor import DTensor
+
+from data.batching import PromptUnit, pack, pad
+from modeling import loading, scoring
+from parallel import sharding
 from utils import free_port
 
 FSDP = ("trainer=FSDPTrainer",)
@@ -53,29 +52,54 @@ def placement(name: str, size: int) -> list[str]:
 @pytest.fixture
 def sharded(folder, pools):
     """Trains as `baseline` does but for the placement and what else is given; the runs that the ranks saw."""
+
     def run(size, name, *more, model="llama", loss="dpo", prepare=None, timeout=120):
         options = [*STRONG]
         if loss != "sft" and "reference.mode=online" not in more:
             # A cold cache, or these ranks would read what BasicTrainer computed.
             options.append(f"reference.cache_dir={new_run_dir(folder)}")
-        return train_together(pools(size), folder, *MODELS[model], f"loss={loss}", *options, *placement(name, size),
-                              *more, prepare=prepare, timeout=timeout)
+        return train_together(
+            pools(size),
+            folder,
+            *MODELS[model],
+            f"loss={loss}",
+            *options,
+            *placement(name, size),
+            *more,
+            prepare=prepare,
+            timeout=timeout,
+        )
+
     return run
 
 
 # ---- The matrix -----------------------------------------------------------------------------------------------------
 
-WHOLE = [(size, name, loss, model) for size in (1, 2, 4) for name in PLACEMENTS for loss in LOSSES for model in MODELS
-         if not (name == "FSDP+TP" and size != 4)]
+WHOLE = [
+    (size, name, loss, model)
+    for size in (1, 2, 4)
+    for name in PLACEMENTS
+    for loss in LOSSES
+    for model in MODELS
+    if not (name == "FSDP+TP" and size != 4)
+]
 # Every placement with every loss and with both models, on two processes; every placement on one.
-COVERING = {(2, name, loss, model) for index, name in enumerate(PLACEMENTS) for k, loss in enumerate(LOSSES)
-            for model in [("llama", "neox")[(index + k) % 2]]}
+COVERING = {
+    (2, name, loss, model)
+    for index, name in enumerate(PLACEMENTS)
+    for k, loss in enumerate(LOSSES)
+    for model in [("llama", "neox")[(index + k) % 2]]
+}
 COVERING |= {(1, name, "dpo", "neox") for name in ("FULL_SHARD", "NO_SHARD", "TP")}
 
 
-@pytest.mark.parametrize("size, name, loss, model", [
-    pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in COVERING else pytest.mark.slow)
-    for case in WHOLE])
+@pytest.mark.parametrize(
+    "size, name, loss, model",
+    [
+        pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in COVERING else pytest.mark.slow)
+        for case in WHOLE
+    ],
+)
 def test_every_placement_trains_as_one_device_does(folder, sharded, size, name, loss, model):
     runs = sharded(size, name, model=model, loss=loss)
     assert_same_training(baseline(folder, *MODELS[model], f"loss={loss}"), runs[0])
@@ -86,21 +110,40 @@ def test_every_placement_trains_as_one_device_does(folder, sharded, size, name, 
         assert value == pytest.approx(plain[metric], abs=1e-5 * max(1, abs(plain[metric]))), metric
 
 
-@pytest.mark.parametrize("size, name", [
-    (2, "FULL_SHARD"), (2, "TP"), pytest.param(4, "FSDP+TP", marks=pytest.mark.slow),
-    pytest.param(4, "HYBRID_SHARD", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size, name",
+    [
+        (2, "FULL_SHARD"),
+        (2, "TP"),
+        pytest.param(4, "FSDP+TP", marks=pytest.mark.slow),
+        pytest.param(4, "HYBRID_SHARD", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_world_twice_is_the_same_bits(sharded, size, name):
     one, other = sharded(size, name)[0], sharded(size, name)[0]
     assert one.losses == other.losses and one.norms == other.norms
     assert all(torch.equal(value, other.weights[key]) for key, value in one.weights.items())
 
 
-@pytest.mark.parametrize("change", [
-    ["tokens_per_microbatch=1"],  # ranks with nothing in a micro-batch
-    ["gradient_accumulation_steps=5"], ["activation_checkpointing=true"], ["activation_checkpointing=2"],
-    ["fsdp.cpu_offload=true"], ["fsdp.backward_prefetch=null", "fsdp.forward_prefetch=1"], ["reference.mode=online"],
-    ["fsdp.reference_cpu_offload=true", "reference.mode=online"], ["prefix_sharing=false"], ["model.attention=plain"],
-    ["shuffle=prompts"], ["batch_size=2"], ["model.frozen=[model.embed_tokens.weight,*norm*]"]], ids=lambda change: change[0])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["tokens_per_microbatch=1"],  # ranks with nothing in a micro-batch
+        ["gradient_accumulation_steps=5"],
+        ["activation_checkpointing=true"],
+        ["activation_checkpointing=2"],
+        ["fsdp.cpu_offload=true"],
+        ["fsdp.backward_prefetch=null", "fsdp.forward_prefetch=1"],
+        ["reference.mode=online"],
+        ["fsdp.reference_cpu_offload=true", "reference.mode=online"],
+        ["prefix_sharing=false"],
+        ["model.attention=plain"],
+        ["shuffle=prompts"],
+        ["batch_size=2"],
+        ["model.frozen=[model.embed_tokens.weight,*norm*]"],
+    ],
+    ids=lambda change: change[0],
+)
 def test_options_of_a_sharded_run_do_not_change_it(folder, sharded, change):
     plain = baseline(folder, *LLAMA)
     if change[0].startswith(("shuffle", "batch_size", "model.frozen")):  # which make another run
@@ -108,15 +151,25 @@ def test_options_of_a_sharded_run_do_not_change_it(folder, sharded, change):
     assert_same_training(plain, sharded(2, "FULL_SHARD", *change)[0])
 
 
-@pytest.mark.parametrize("change", ["tokens_per_microbatch=1", "activation_checkpointing=true", "reference.mode=online"])
+@pytest.mark.parametrize(
+    "change", ["tokens_per_microbatch=1", "activation_checkpointing=true", "reference.mode=online"]
+)
 def test_options_of_a_tensor_parallel_run_do_not_change_it(folder, sharded, change):
     assert_same_training(baseline(folder, *MODELS["neox"]), sharded(2, "TP", change, model="neox")[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, change", [
-    ("FSDP+TP", ["fsdp.cpu_offload=true"]), ("FSDP+TP", ["reference.mode=online"]), ("FSDP+TP", ["fsdp=no_shard"]),
-    ("FSDP+TP", ["tokens_per_microbatch=1"]), ("HYBRID_SHARD", ["reference.mode=online", "fsdp.cpu_offload=true"])], ids=str)
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("FSDP+TP", ["fsdp.cpu_offload=true"]),
+        ("FSDP+TP", ["reference.mode=online"]),
+        ("FSDP+TP", ["fsdp=no_shard"]),
+        ("FSDP+TP", ["tokens_per_microbatch=1"]),
+        ("HYBRID_SHARD", ["reference.mode=online", "fsdp.cpu_offload=true"]),
+    ],
+    ids=str,
+)
 def test_options_on_a_grid_of_ranks_do_not_change_it(folder, sharded, name, change):
     assert_same_training(baseline(folder, *MODELS["neox"]), sharded(4, name, *change, model="neox")[0])
 
@@ -129,9 +182,16 @@ def test_more_ranks_than_examples_in_a_step(folder, sharded):
     assert_same_training(plain, sharded(4, "FULL_SHARD", "batch_size=4", "tokens_per_microbatch=1")[0])
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", pytest.param("Adagrad", marks=pytest.mark.slow),
-                                       pytest.param("NAdam", marks=pytest.mark.slow),
-                                       pytest.param("Adamax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "AdamW",
+        "SGD",
+        pytest.param("Adagrad", marks=pytest.mark.slow),
+        pytest.param("NAdam", marks=pytest.mark.slow),
+        pytest.param("Adamax", marks=pytest.mark.slow),
+    ],
+)
 def test_other_optimizers(folder, sharded, optimizer):
     plain = train(folder, *LLAMA, *STRONG, f"optimizer={optimizer}")
     assert_same_training(plain, sharded(2, "FULL_SHARD", f"optimizer={optimizer}")[0])
@@ -170,56 +230,103 @@ def test_optimizers_that_cannot_work_on_shards_are_refused(folder, optimizer):
 def read_placement(world, folder, options):
     """What FSDP2 was told for the blocks of a placed model, and this rank's share of its parameters."""
     config = settings_of(folder, *options, f"world_size={world.size}")
-    tokenizer = models.load_tokenizer(config)
+    tokenizer = loading.load_tokenizer(config)
     mesh = sharding.build_mesh(config, world)
     found = {}
     for frozen in (False, True):
-        model = sharding.place(config, tokenizer, torch.float32, world, mesh, None, frozen)
-        states = [block._get_fsdp_state() for block in models.find_blocks(model, None)]
+        model = sharding.build_model(config, tokenizer, torch.float32, world, mesh, None, frozen)
+        states = [block._get_fsdp_state() for block in loading.find_blocks(model, None)]
         group = states[0]._fsdp_param_group
         part, whole = sharding.held_here(model)
         found["reference" if frozen else "policy"] = {
-            "reshards": group.post_forward_mesh_info is not None, "offloads": type(group.offload_policy).__name__,
-            "computes": group.mp_policy.param_dtype, "reduces": group.mp_policy.reduce_dtype, "share": part / whole,
+            "reshards": group.post_forward_mesh_info is not None,
+            "offloads": type(group.offload_policy).__name__,
+            "computes": group.mp_policy.param_dtype,
+            "reduces": group.mp_policy.reduce_dtype,
+            "share": part / whole,
             "ahead": [len(state._states_to_forward_prefetch) for state in states],
-            "checkpoints": [hasattr(block.forward, "func") for block in models.find_blocks(model, None)],
-            "trains": any(p.requires_grad for p in model.parameters())}
+            "checkpoints": [hasattr(block.forward, "func") for block in loading.find_blocks(model, None)],
+            "trains": any(p.requires_grad for p in model.parameters()),
+        }
     return found
 
 
-@pytest.mark.parametrize("name, more, policy, reference", [
-    ("FULL_SHARD", [], {"reshards": True, "offloads": "OffloadPolicy", "computes": None, "ahead": [0, 0],
-                        "trains": True, "checkpoints": [False, False]}, {"reshards": True, "trains": False}),
-    ("SHARD_GRAD_OP", [], {"reshards": False}, {"reshards": True}),
-    ("FULL_SHARD", ["fsdp.cpu_offload=true"], {"offloads": "CPUOffloadPolicy"}, {"offloads": "CPUOffloadPolicy"}),
-    ("FULL_SHARD", ["fsdp.reference_cpu_offload=true", "reference.mode=online"], {"offloads": "OffloadPolicy"},
-     {"offloads": "CPUOffloadPolicy"}),
-    ("FULL_SHARD", ["model.fsdp_policy_mp=bfloat16"], {"computes": torch.bfloat16, "reduces": torch.float32},
-     {"computes": torch.bfloat16}),
-    ("FULL_SHARD", ["model.fsdp_policy_mp=bfloat16", "fsdp.reduce_dtype=bfloat16"],
-     {"computes": torch.bfloat16, "reduces": torch.bfloat16}, {}),
-    ("FULL_SHARD", ["fsdp.forward_prefetch=1"], {"ahead": [1, 0]}, {}),
-    ("FULL_SHARD", ["activation_checkpointing=true"], {"checkpoints": [True, True]}, {"checkpoints": [False, False]}),
-    ("FULL_SHARD", ["activation_checkpointing=2"], {"checkpoints": [True, False]}, {"checkpoints": [False, False]})],
-    ids=lambda value: str(value) if isinstance(value, (str, list)) else "")
+@pytest.mark.parametrize(
+    "name, more, policy, reference",
+    [
+        (
+            "FULL_SHARD",
+            [],
+            {
+                "reshards": True,
+                "offloads": "OffloadPolicy",
+                "computes": None,
+                "ahead": [0, 0],
+                "trains": True,
+                "checkpoints": [False, False],
+            },
+            {"reshards": True, "trains": False},
+        ),
+        ("SHARD_GRAD_OP", [], {"reshards": False}, {"reshards": True}),
+        ("FULL_SHARD", ["fsdp.cpu_offload=true"], {"offloads": "CPUOffloadPolicy"}, {"offloads": "CPUOffloadPolicy"}),
+        (
+            "FULL_SHARD",
+            ["fsdp.reference_cpu_offload=true", "reference.mode=online"],
+            {"offloads": "OffloadPolicy"},
+            {"offloads": "CPUOffloadPolicy"},
+        ),
+        (
+            "FULL_SHARD",
+            ["model.fsdp_policy_mp=bfloat16"],
+            {"computes": torch.bfloat16, "reduces": torch.float32},
+            {"computes": torch.bfloat16},
+        ),
+        (
+            "FULL_SHARD",
+            ["model.fsdp_policy_mp=bfloat16", "fsdp.reduce_dtype=bfloat16"],
+            {"computes": torch.bfloat16, "reduces": torch.bfloat16},
+            {},
+        ),
+        ("FULL_SHARD", ["fsdp.forward_prefetch=1"], {"ahead": [1, 0]}, {}),
+        (
+            "FULL_SHARD",
+            ["activation_checkpointing=true"],
+            {"checkpoints": [True, True]},
+            {"checkpoints": [False, False]},
+        ),
+        ("FULL_SHARD", ["activation_checkpointing=2"], {"checkpoints": [True, False]}, {"checkpoints": [False, False]}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, (str, list)) else "",
+)
 def test_options_reach_the_placement(folder, pools, name, more, policy, reference):
     for found in pools(2).run(read_placement, folder, [*LLAMA, *placement(name, 2), *more]):
         assert {key: found["policy"][key] for key in policy} == policy
         assert {key: found["reference"][key] for key in reference} == reference
 
 
-@pytest.mark.parametrize("size, name, share", [
-    (2, "FULL_SHARD", 1 / 2), (2, "SHARD_GRAD_OP", 1 / 2), (2, "NO_SHARD", 1), (2, "HYBRID_SHARD", 1),
-    pytest.param(4, "FULL_SHARD", 1 / 4, marks=pytest.mark.slow),
-    pytest.param(4, "HYBRID_SHARD", 1 / 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size, name, share",
+    [
+        (2, "FULL_SHARD", 1 / 2),
+        (2, "SHARD_GRAD_OP", 1 / 2),
+        (2, "NO_SHARD", 1),
+        (2, "HYBRID_SHARD", 1),
+        pytest.param(4, "FULL_SHARD", 1 / 4, marks=pytest.mark.slow),
+        pytest.param(4, "HYBRID_SHARD", 1 / 2, marks=pytest.mark.slow),
+    ],
+)
 def test_each_rank_holds_its_share(folder, pools, size, name, share):
     for found in pools(size).run(read_placement, folder, [*LLAMA, *placement(name, size)]):
         assert found["policy"]["share"] == pytest.approx(share, rel=0.1)
 
 
 def test_a_tensor_parallel_rank_holds_its_part_of_the_matrices(folder, pools):
-    shares = [held[0] / held[1] for _, _, held in pools(2).run(
-        load_sharded, folder, [*LLAMA, *placement("TP", 2), "max_length=128", "max_prompt_length=64"])]
+    shares = [
+        held[0] / held[1]
+        for _, _, held in pools(2).run(
+            load_sharded, folder, [*LLAMA, *placement("TP", 2), "max_length=128", "max_prompt_length=64"]
+        )
+    ]
     # All but embeddings and norms is split: of this model, the blocks' 81,920 numbers of 98,816.
     assert shares == [pytest.approx(1 - 0.5 * 81_920 / 98_816, abs=1e-3)] * 2
 
@@ -239,8 +346,9 @@ def note_examples(trainer):
 
     def noted(s):
         units = [unit for batch in s.micro_batches if batch is not None for unit in batch.units]
-        trainer.seen.examples.append([(unit.group, unit.response_ids[a], unit.response_ids[b])
-                                      for unit in units for a, b in unit.pairs])
+        trainer.seen.examples.append(
+            [(unit.group, unit.response_ids[a], unit.response_ids[b]) for unit in units for a, b in unit.pairs]
+        )
         return step(s)
 
     trainer.train_step = noted
@@ -258,7 +366,12 @@ def test_every_example_is_trained_on_once_by_one_rank(sharded):
 
 def test_the_policy_starts_as_the_reference_on_shards(sharded, tmp_path):
     cache = [f"reference.cache_dir={tmp_path}/cache"]  # cold the first time, then warm
-    for name, more in (("FULL_SHARD", cache), ("FULL_SHARD", cache), ("FULL_SHARD", ["reference.mode=online"]), ("TP", [])):
+    for name, more in (
+        ("FULL_SHARD", cache),
+        ("FULL_SHARD", cache),
+        ("FULL_SHARD", ["reference.mode=online"]),
+        ("TP", []),
+    ):
         run = sharded(2, name, "do_first_eval=true", "n_examples=10", *more, model="neox")[0]
         assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6) and run.evals[0]["rewards_eval/margins"] == 0
         assert run.steps[0]["rewards_train/margins"] == 0 and run.evals[0]["rewards_eval/accuracies"] == 0.5
@@ -281,14 +394,18 @@ def train_into_trouble(world, folder, options, run_dir):
             held["trainer"] = trainer
             held["before"] = [p.to_local().clone() for p in trainer.policy.parameters()]
             return step(s)
+
         trainer.train_step = watched
 
     try:
         train(folder, *options, world=world, prepare=prepare, run_dir=run_dir)
     except FloatingPointError as problem:
         trainer = held["trainer"]
-        return str(problem), trainer.updates, all(
-            torch.equal(a, p.to_local()) for a, p in zip(held["before"], trainer.policy.parameters()))
+        return (
+            str(problem),
+            trainer.updates,
+            all(torch.equal(a, p.to_local()) for a, p in zip(held["before"], trainer.policy.parameters())),
+        )
 
 
 def test_a_step_that_is_not_finite_on_one_rank_stops_all(folder, pools):
@@ -301,8 +418,14 @@ def test_a_step_that_is_not_finite_on_one_rank_stops_all(folder, pools):
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(sharded):
-    runs = sharded(2, "FULL_SHARD", "guards.on_nonfinite=skip", "guards.max_nonfinite_steps=1", "n_examples=20",
-                   prepare=spoil_rank_1)
+    runs = sharded(
+        2,
+        "FULL_SHARD",
+        "guards.on_nonfinite=skip",
+        "guards.max_nonfinite_steps=1",
+        "n_examples=20",
+        prepare=spoil_rank_1,
+    )
     assert len(runs[0].losses) == 3 and runs[0].losses == runs[1].losses
     assert all(torch.isfinite(value).all() for value in runs[0].weights.values())
 
@@ -354,7 +477,9 @@ def check_given_back(trainer):
 
     def checked():
         metrics = evaluate()
-        models_here = [model for model in (trainer.policy, trainer.reference and trainer.reference.model) if model is not None]
+        models_here = [
+            model for model in (trainer.policy, trainer.reference and trainer.reference.model) if model is not None
+        ]
         assert all(isinstance(p, DTensor) for model in models_here for p in model.parameters())
         return metrics
 
@@ -363,12 +488,21 @@ def check_given_back(trainer):
 
 def test_parameters_are_given_back_after_an_evaluation(sharded):
     for mode in ("cached", "online"):
-        sharded(2, "FULL_SHARD", "do_first_eval=true", "n_examples=5", f"reference.mode={mode}", prepare=check_given_back)
+        sharded(
+            2, "FULL_SHARD", "do_first_eval=true", "n_examples=5", f"reference.mode={mode}", prepare=check_given_back
+        )
 
 
-@pytest.mark.parametrize("size, name", [(2, "FULL_SHARD"), (2, "NO_SHARD"), (2, "TP"),
-                                        pytest.param(4, "FSDP+TP", marks=pytest.mark.slow),
-                                        pytest.param(4, "HYBRID_SHARD", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size, name",
+    [
+        (2, "FULL_SHARD"),
+        (2, "NO_SHARD"),
+        (2, "TP"),
+        pytest.param(4, "FSDP+TP", marks=pytest.mark.slow),
+        pytest.param(4, "HYBRID_SHARD", marks=pytest.mark.slow),
+    ],
+)
 def test_the_clipped_norm_is_that_of_all_gradients(sharded, size, name):
     run = sharded(size, name, "max_grad_norm=0.1", "n_examples=10", prepare=compare_norms)[0]
     assert len(run.norms) == 2
@@ -407,9 +541,16 @@ def test_what_a_rank_holds_falls_with_the_number_of_ranks(sharded, sizes):
 
 # ---- Loading --------------------------------------------------------------------------------------------------------
 
-UNITS = [Unit(0, 0, torch.arange(5, 12).numpy().astype("int32"),
-              [torch.arange(a, b).numpy().astype("int32") for a, b in ((20, 29), (40, 45), (60, 71))], [0, 1, 2],
-              [(0, 1), (0, 2)])]
+UNITS = [
+    PromptUnit(
+        0,
+        0,
+        torch.arange(5, 12).numpy().astype("int32"),
+        [torch.arange(a, b).numpy().astype("int32") for a, b in ((20, 29), (40, 45), (60, 71))],
+        [0, 1, 2],
+        [(0, 1), (0, 2)],
+    )
+]
 
 
 def logps_of(model, plain=False):
@@ -421,9 +562,9 @@ def logps_of(model, plain=False):
 def load_sharded(world, folder, options, frozen=False):
     """Log-probs of a freshly loaded sharded model, how it was read, and the largest share of a rank."""
     config = settings_of(folder, *options, f"world_size={world.size}")
-    tokenizer = models.load_tokenizer(config)
+    tokenizer = loading.load_tokenizer(config)
     mesh = sharding.build_mesh(config, world)
-    model = sharding.place(config, tokenizer, torch.float32, world, mesh, config.model.block_name, frozen)
+    model = sharding.build_model(config, tokenizer, torch.float32, world, mesh, config.model.block_name, frozen)
     return logps_of(model), model.loaded_from, sharding.held_here(model)
 
 
@@ -434,8 +575,13 @@ KINDS = ("llama", "llama_tied", "gpt_neox", "gpt2", "gptj", "gemma", "qwen3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sharded_model_scores_as_the_whole_one(folder, pools, tmp_path, kind, form):
     model = save_model(tmp_path / "model", kind, **({"max_shard_size": "60KB"} if form == "shards" else {}))
-    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", *FSDP, "max_length=128",
-               "max_prompt_length=64"]
+    options = [
+        "model=blank_model",
+        f"model.name_or_path={tmp_path}/model",
+        *FSDP,
+        "max_length=128",
+        "max_prompt_length=64",
+    ]
     if form == "shards":
         assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     if form == "bin":
@@ -472,6 +618,7 @@ def test_a_frozen_model_and_one_in_host_memory_load_the_same(folder, pools, tmp_
 
 def refuse_to_load(world, folder, options):
     """The message of an error that comes before weights are read."""
+
     def no(*arguments):
         raise AssertionError("weights were read")
 
@@ -494,8 +641,12 @@ def test_a_wrong_block_name_lists_those_there_are(folder, pools, tmp_path):
 
 def test_a_model_without_a_plan_cannot_be_split(folder, pools, tmp_path):
     save_model(tmp_path / "model", "gpt2")
-    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", "trainer=TensorParallelTrainer",
-               "tp_size=2"]
+    options = [
+        "model=blank_model",
+        f"model.name_or_path={tmp_path}/model",
+        "trainer=TensorParallelTrainer",
+        "tp_size=2",
+    ]
     for message in pools(2).run(refuse_to_load, folder, options):
         assert "no tensor-parallel plan" in message and "FSDPTrainer" in message
 
@@ -503,8 +654,12 @@ def test_a_model_without_a_plan_cannot_be_split(folder, pools, tmp_path):
 def test_an_archive_that_does_not_fit_is_refused_on_all_ranks(folder, pools, tmp_path):
     save_model(tmp_path / "model", "gpt_neox")
     torch.save({"state": {"nonsense": torch.zeros(2)}}, tmp_path / "policy.pt")
-    options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", *FSDP,
-               f"model.archive={tmp_path}/policy.pt"]
+    options = [
+        "model=blank_model",
+        f"model.name_or_path={tmp_path}/model",
+        *FSDP,
+        f"model.archive={tmp_path}/policy.pt",
+    ]
     with pytest.raises(ValueError, match="does not fit the model"):
         pools(2).run(load_sharded, folder, options)
 
@@ -522,8 +677,9 @@ def test_a_sharded_runs_weights_open_everywhere(folder, sharded, name):
     assert all(torch.equal(run.weights[key], value) for key, value in content["state"].items())
     model = AutoModelForCausalLM.from_pretrained(os.path.join(latest, "hf"))
     assert all(torch.equal(run.weights[key], value) for key, value in model.state_dict().items())
-    alone = train(folder, *MODELS["neox"], "loss=sft", "n_examples=4", "do_first_eval=true",
-                  f"model.archive={latest}/policy.pt")
+    alone = train(
+        folder, *MODELS["neox"], "loss=sft", "n_examples=4", "do_first_eval=true", f"model.archive={latest}/policy.pt"
+    )
     assert alone.evals[0]["loss/eval"] == pytest.approx(run.evals[-1]["loss/eval"], rel=1e-6)
     assert alone.evals[0]["loss/eval"] != pytest.approx(run.evals[0]["loss/eval"], rel=1e-3)
 
@@ -531,12 +687,24 @@ def test_a_sharded_runs_weights_open_everywhere(folder, sharded, name):
 @pytest.mark.parametrize("name, more", [("FULL_SHARD", []), ("FULL_SHARD", ["reference.mode=online"]), ("TP", [])])
 def test_samples_are_those_of_one_device(folder, sharded, name, more):
     """Three prompts on two ranks, some of which end early: nothing hangs, and nobody's text depends on the world."""
-    options = ["sample_during_eval=true", "do_first_eval=true", "n_eval_model_samples=3", "sampling.max_new_tokens=12",
-               "n_examples=10", "eval_every=5", *more]
+    options = [
+        "sample_during_eval=true",
+        "do_first_eval=true",
+        "n_eval_model_samples=3",
+        "sampling.max_new_tokens=12",
+        "n_examples=10",
+        "eval_every=5",
+        *more,
+    ]
     alone = train(folder, *LLAMA, *STRONG, *options)
     runs = sharded(2, name, *options)
-    rows = [[(row["examples"], row["prompt"], row["policy"], row["reference"]) for row in
-             map(json.loads, open(os.path.join(run.run_dir, "samples.jsonl")))] for run in (alone, runs[0])]
+    rows = [
+        [
+            (row["examples"], row["prompt"], row["policy"], row["reference"])
+            for row in map(json.loads, open(os.path.join(run.run_dir, "samples.jsonl")))
+        ]
+        for run in (alone, runs[0])
+    ]
     assert len(rows[0]) == 9 and rows[0] == rows[1]
 
 
@@ -545,14 +713,44 @@ def test_samples_are_those_of_one_device(folder, sharded, name, more):
 
 def test_two_nodes_under_torchrun_train_together(folder, tmp_path):
     port = free_port()
-    options = ["model=tiny", "loss=dpo", *FSDP, "device=cpu", f"datasets=[{folder}/data]", "n_examples=10",
-               "batch_size=5", "lr=1e-4", "warmup_steps=2", "wandb.enabled=false", "sample_during_eval=false", "local_dirs=[runs]",
-               "data.num_workers=1", "minimum_log_interval_secs=0"]
-    nodes = [subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}",
-         "--master-addr=127.0.0.1", f"--master-port={port}", str(ROOT / "train.py"), *options],
-        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}) for node in range(2)]
+    options = [
+        "model=tiny",
+        "loss=dpo",
+        *FSDP,
+        "device=cpu",
+        f"datasets=[{folder}/data]",
+        "n_examples=10",
+        "batch_size=5",
+        "lr=1e-4",
+        "warmup_steps=2",
+        "wandb.enabled=false",
+        "sample_during_eval=false",
+        "local_dirs=[runs]",
+        "data.num_workers=1",
+        "minimum_log_interval_secs=0",
+    ]
+    nodes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=2",
+                "--nproc-per-node=1",
+                f"--node-rank={node}",
+                "--master-addr=127.0.0.1",
+                f"--master-port={port}",
+                str(ROOT / "train.py"),
+                *options,
+            ],
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for node in range(2)
+    ]
     try:
         said = [node.communicate(timeout=200)[0] for node in nodes]
     finally:
@@ -567,12 +765,25 @@ def test_two_nodes_under_torchrun_train_together(folder, tmp_path):
 
 
 def test_the_command_line_starts_a_process_a_device(folder, tmp_path, command):
-    options = ["model=tiny", "loss=dpo", *FSDP, "device=cpu", "world_size=2", f"datasets=[{folder}/data]",
-               "n_examples=10", "batch_size=5", "lr=1e-4", "warmup_steps=2", "wandb.enabled=false", "sampling.max_new_tokens=2",
-               "local_dirs=[runs]", "minimum_log_interval_secs=0"]
+    options = [
+        "model=tiny",
+        "loss=dpo",
+        *FSDP,
+        "device=cpu",
+        "world_size=2",
+        f"datasets=[{folder}/data]",
+        "n_examples=10",
+        "batch_size=5",
+        "lr=1e-4",
+        "warmup_steps=2",
+        "wandb.enabled=false",
+        "sampling.max_new_tokens=2",
+        "local_dirs=[runs]",
+        "minimum_log_interval_secs=0",
+    ]
     done = command(*options, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-    run_dir, = tmp_path.glob("runs/*/tiny_dpo_*")
+    (run_dir,) = tmp_path.glob("runs/*/tiny_dpo_*")
     lines = [json.loads(line) for line in open(run_dir / "metrics.jsonl")]
     found = [line["loss/train"] for line in lines if "loss/train" in line]
     alone = train(folder, *LLAMA, *STRONG, "n_examples=10")
@@ -584,9 +795,21 @@ def test_the_command_line_starts_a_process_a_device(folder, tmp_path, command):
 
 @pytest.mark.slow
 def test_a_sweep_over_sharded_runs(folder, tmp_path, command):
-    options = ["-m", "model=tiny", "loss=dpo", "loss.beta=0.05,0.5", *FSDP, "device=cpu", "world_size=2",
-               f"datasets=[{folder}/data]", "n_examples=10", "lr=1e-4", "wandb.enabled=false", "sample_during_eval=false",
-               "local_dirs=[runs]"]
+    options = [
+        "-m",
+        "model=tiny",
+        "loss=dpo",
+        "loss.beta=0.05,0.5",
+        *FSDP,
+        "device=cpu",
+        "world_size=2",
+        f"datasets=[{folder}/data]",
+        "n_examples=10",
+        "lr=1e-4",
+        "wandb.enabled=false",
+        "sample_during_eval=false",
+        "local_dirs=[runs]",
+    ]
     done = command(*options, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(list(tmp_path.glob("runs/*/tiny_dpo_*/metrics.jsonl"))) == 2

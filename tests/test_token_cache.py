@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_tokenizers import byte_level, config, dump, load, pair, trees
 
 import preference_datasets
-import tokenization
+from data import tokenization
+from data.tokenization import load_tokenized
 from preference_datasets import register_dataset
-from small_tokenizers import byte_level, config, dump, load, pair, segments
-from tokenization import load_tokenized
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,17 @@ def test_the_key_follows_what_matters_and_nothing_else(tmp_path, gpt2):
     base = folder()
     assert folder(num_workers=2) == base and folder(extra={"lr": 1.0, "seed": 5, "batch_size": 3}) == base
     assert folder(weights={"x": 2.0}) == base and folder() == base
-    different = [folder([pair("other", " sky", " fox")]), folder(tokenizer=byte_level("<|bos|>", True)),
-                 folder(sft=True), folder(max_length=500), folder(max_prompt_length=20), folder(truncation="keep_start"),
-                 folder(on_overlong="drop"), folder(columns={"chosen": "rejected", "rejected": "chosen"}),
-                 folder(test_fraction=0.01)]
+    different = [
+        folder([pair("other", " sky", " fox")]),
+        folder(tokenizer=byte_level("<|bos|>", True)),
+        folder(sft=True),
+        folder(max_length=500),
+        folder(max_prompt_length=20),
+        folder(truncation="keep_start"),
+        folder(on_overlong="drop"),
+        folder(columns={"chosen": "rejected", "rejected": "chosen"}),
+        folder(test_fraction=0.01),
+    ]
     assert len({base, *different}) == len(different) + 1
     assert folder() == base
 
@@ -69,11 +76,11 @@ def damage_remove(file):
 @pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_remove])
 def test_a_damaged_cache_is_made_again(tmp_path, gpt2, name, damage):
     before = load(tmp_path, [pair()], gpt2)
-    expected, folder = segments(before), before.folder
+    expected, folder = trees(before), before.folder
     del before
     damage(folder / name)
     after = load(tmp_path, [pair()], gpt2)
-    assert segments(after) == expected and after.folder == folder
+    assert trees(after) == expected and after.folder == folder
     assert any("not usable" in notice for notice in after.notices)
     assert load(tmp_path, [pair()], gpt2).notices == [] and not list(folder.parent.glob("*.tmp-*"))
 
@@ -85,12 +92,12 @@ def test_a_cache_of_another_version_is_not_used(tmp_path, gpt2, monkeypatch):
 
 
 def test_a_cache_folder_that_cannot_be_written_costs_only_the_cache(tmp_path, gpt2):
-    expected = segments(load(tmp_path, [pair()], gpt2))
+    expected = trees(load(tmp_path, [pair()], gpt2))
     (tmp_path / "file").write_text("not a folder")
     path = dump(tmp_path, [pair()])
     settings_ = config(tmp_path, cache_dir=str(tmp_path / "file" / "cache"))
     dataset = load_tokenized(path, "train", gpt2, settings_, False)
-    assert segments(dataset) == expected and any("cannot be written" in notice for notice in dataset.notices)
+    assert trees(dataset) == expected and any("cannot be written" in notice for notice in dataset.notices)
 
 
 def test_a_disk_that_fills_up_mid_write_costs_only_the_cache(tmp_path, gpt2, monkeypatch):
@@ -105,8 +112,11 @@ def test_a_disk_that_fills_up_mid_write_costs_only_the_cache(tmp_path, gpt2, mon
     dataset = load(tmp_path, [pair()], gpt2)
     assert len(dataset) == 1 and any("No space left" in notice for notice in dataset.notices)
     assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.name != "files"]
-    monkeypatch.setattr(tokenization.ArrayFile, "append", lambda self, values: (_ for _ in ()).throw(
-        tokenization.CacheWriteError(28, "No space left on device")))
+    monkeypatch.setattr(
+        tokenization.ArrayFile,
+        "append",
+        lambda self, values: (_ for _ in ()).throw(tokenization.CacheWriteError(28, "No space left on device")),
+    )
     with pytest.raises(ValueError, match="free some space"):
         load(tmp_path, [pair()], gpt2)
 

@@ -10,17 +10,33 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small_tokenizers import (
+    CHATML,
+    END,
+    EOS,
+    LLAMA2,
+    LLAMA3,
+    START,
+    TOKENIZERS,
+    A,
+    H,
+    byte_level,
+    config,
+    dump,
+    load,
+    metaspace,
+    pair,
+    plain,
+    trees,
+)
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import preference_datasets
-import text_encoding
-import tokenization
+from data import text_encoding, tokenization
+from data.text_encoding import TextEncoder
+from data.tokenization import Limits, load_tokenized
 from preference_datasets import PromptGroup
-from small_tokenizers import (CHATML, END, EOS, LLAMA2, LLAMA3, START, TOKENIZERS, A, H, byte_level, config, dump, load,
-                              metaspace, pair, plain, segments)
-from text_encoding import TextEncoder
-from tokenization import Limits, load_tokenized
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_HH = ROOT.parent / "shared" / "data" / "hh-rlhf"
@@ -39,6 +55,7 @@ def gpt2(tokenizers):
 
 # ---- the handed cases --------------------------------------------------------------------------------------------
 
+
 @pytest.mark.skipif(not CASES.is_file(), reason="the handed cases are not here")
 def test_every_handed_case_has_its_test():
     cases = [case["case"] for case in json.loads(CASES.read_text())["tokens"]]
@@ -50,7 +67,7 @@ def test_every_handed_case_has_its_test():
 def test_a_shared_beginning_stays_in_both_responses(tmp_path, tokenizers, name):
     tokenizer = tokenizers[name]
     dataset = load(tmp_path, [pair()], tokenizer)
-    prompt, chosen, rejected = segments(dataset)
+    prompt, chosen, rejected = trees(dataset)
     bos = [] if tokenizer.bos_token_id is None or name == "BOS never added" else [tokenizer.bos_token_id]
     assert prompt == bos + plain(tokenizer, "Is the sky blue?")
     assert prompt + chosen == bos + plain(tokenizer, "Is the sky blue?yellow") + [tokenizer.eos_token_id]
@@ -66,7 +83,7 @@ def test_text_that_looks_like_control_tokens_is_text(tmp_path, tokenizers, name)
     rows = [pair(f"q{lookalikes}?", f" a{tokenizer.eos_token} b {lookalikes}", f"{tokenizer.eos_token}")]
     dataset = load(tmp_path, rows, tokenizer, max_length=10**4)
     control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    prompt, *responses = segments(dataset)
+    prompt, *responses = trees(dataset)
     bos = tokenizer.bos_token_id
     assert [token for token in prompt if token in control] == [bos] * (prompt[0] == bos)
     for response in responses:
@@ -74,7 +91,7 @@ def test_text_that_looks_like_control_tokens_is_text(tmp_path, tokenizers, name)
         assert response[-1] == tokenizer.eos_token_id and len(response) > 2
     if tokenizer.unk_token_id not in prompt + responses[0]:
         # Blanks aside: a word mark at a text's start is no blank of the text.
-        words = tokenizer.decode(prompt[prompt[0] == bos:]) + tokenizer.decode(responses[0][:-1])
+        words = tokenizer.decode(prompt[prompt[0] == bos :]) + tokenizer.decode(responses[0][:-1])
         assert words.replace(" ", "") == (rows[0]["prompt"] + rows[0]["chosen"]).replace(" ", "")
     assert dataset.counts["texts_with_control_lookalikes"] == 3
 
@@ -83,25 +100,28 @@ def test_prompt_100_response_450_leaves_412_and_no_eos(tmp_path, gpt2):
     prompt, chosen = " the" * 100, " sky" * 450
     assert len(plain(gpt2, prompt)) == 100 and len(plain(gpt2, prompt + chosen)) == 550
     dataset = load(tmp_path, [pair(prompt, chosen, " sky is")], gpt2)
-    kept, long, short = segments(dataset)
+    kept, long, short = trees(dataset)
     assert (len(kept), len(long)) == (100, 412) and gpt2.eos_token_id not in long and short[-1] == gpt2.eos_token_id
     assert dataset.truncated.tolist() == [True, False] and dataset.counts["responses_cut"] == 1
     assert "prompts_cut" not in dataset.counts
 
 
 def test_diverging_hh_rows_are_dropped_and_counted(tmp_path, gpt2):
-    rows = [{"chosen": f"{H} hi{A} one{H} go on{A} yes", "rejected": f"{H} hi{A} two{H} go on{A} no"},
-            {"chosen": f"{H} hi{A} yes", "rejected": f"{H} hi{A} no"}]
+    rows = [
+        {"chosen": f"{H} hi{A} one{H} go on{A} yes", "rejected": f"{H} hi{A} two{H} go on{A} no"},
+        {"chosen": f"{H} hi{A} yes", "rejected": f"{H} hi{A} no"},
+    ]
     dataset = load(tmp_path, rows, gpt2)
     assert len(dataset) == 1 and dataset.counts["dropped_diverged"] == 1 and dataset.rows.tolist() == [2]
 
 
 # ---- prompt | response -------------------------------------------------------------------------------------------
 
+
 def test_a_merge_across_the_boundary_shares_the_common_prefix(tmp_path, gpt2):
     # "a good answ" + "er" is one word to the tokenizer; "a good answ" + "!" is not.
     dataset = load(tmp_path, [pair("a good answ", "er", "!")], gpt2)
-    prompt, chosen, rejected = segments(dataset)
+    prompt, chosen, rejected = trees(dataset)
     eos = [gpt2.eos_token_id]
     assert prompt + chosen == plain(gpt2, "a good answer") + eos
     assert prompt + rejected == plain(gpt2, "a good answ!") + eos
@@ -111,27 +131,36 @@ def test_a_merge_across_the_boundary_shares_the_common_prefix(tmp_path, gpt2):
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_an_empty_prompt_still_has_a_token_before_the_response(tmp_path, tokenizers, name):
     tokenizer = tokenizers[name]
-    prompt, chosen, _ = segments(load(tmp_path, [pair("", "yes", "no")], tokenizer))
+    prompt, chosen, _ = trees(load(tmp_path, [pair("", "yes", "no")], tokenizer))
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     assert prompt == [start] and chosen == plain(tokenizer, "yes") + [tokenizer.eos_token_id]
 
 
-FUZZ_TEXT = st.one_of(st.text(max_size=12),
-                      st.sampled_from(["ye", "yellow", EOS, END, "</s>", "<s>", " ", "\n\n", "answ"]))
+FUZZ_TEXT = st.one_of(
+    st.text(max_size=12), st.sampled_from(["ye", "yellow", EOS, END, "</s>", "<s>", " ", "\n\n", "answ"])
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(name=st.sampled_from(list(TOKENIZERS)), prompt=FUZZ_TEXT,
-       responses=st.lists(FUZZ_TEXT, min_size=2, max_size=3, unique=True), max_length=st.integers(2, 20),
-       max_prompt_length=st.integers(1, 12), keep=st.sampled_from(["keep_end", "keep_start"]))
+@given(
+    name=st.sampled_from(list(TOKENIZERS)),
+    prompt=FUZZ_TEXT,
+    responses=st.lists(FUZZ_TEXT, min_size=2, max_size=3, unique=True),
+    max_length=st.integers(2, 20),
+    max_prompt_length=st.integers(1, 12),
+    keep=st.sampled_from(["keep_end", "keep_start"]),
+)
 def test_fuzz_token_groups(tokenizers, name, prompt, responses, max_length, max_prompt_length, keep):
     encoder = TextEncoder(tokenizers[name])
     pairs = [(0, number) for number in range(1, len(responses))]
     group = PromptGroup(prompt, responses, pairs, responses[0])
     try:
         source = type("Source", (), {"name": "x", "split": "train", "groups": lambda self: iter([group])})()
-        chunks = list(tokenization.tokenized_chunks(source, encoder, Limits(max_length, max_prompt_length, keep), False,
-                                                    counts := tokenization.Counter()))
+        chunks = list(
+            tokenization.tokenized_chunks(
+                source, encoder, Limits(max_length, max_prompt_length, keep), False, counts := tokenization.Counter()
+            )
+        )
     except UnicodeEncodeError:
         assert any(0xD800 <= ord(character) < 0xE000 for text in [prompt, *responses] for character in text)
         return
@@ -142,24 +171,27 @@ def test_fuzz_token_groups(tokenizers, name, prompt, responses, max_length, max_
             assert cut == (response[-1] != encoder.eos_id) and response.count(encoder.eos_id) == (not cut)
         assert all(result.responses[a] != result.responses[b] for a, b in result.pairs)
     assert sum(len(g.pairs) for chunk in chunks for g in chunk) + sum(
-        counts[reason] for reason in ("dropped_no_room", "dropped_identical_tokens")) == len(pairs)
+        counts[reason] for reason in ("dropped_no_room", "dropped_identical_tokens")
+    ) == len(pairs)
 
 
 # ---- cutting -----------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", ["byte-level", "with BOS", "metaspace", "slow"])
 @pytest.mark.parametrize("keep", ["keep_end", "keep_start"])
 def test_a_cut_prompt_keeps_bos_header_and_the_right_end(tmp_path, tokenizers, name, keep):
     tokenizer = tokenizers[name]
     text = H + " the sky" * 60 + A
-    dataset = load(tmp_path, [pair(text, " yes" * 60, " no")], tokenizer, truncation=keep, max_length=100,
-                   max_prompt_length=50)
+    dataset = load(
+        tmp_path, [pair(text, " yes" * 60, " no")], tokenizer, truncation=keep, max_length=100, max_prompt_length=50
+    )
     whole = plain(tokenizer, text)
-    header = len(whole) - text_encoding.common_length(plain(tokenizer, text[:-len(A)]), whole)
-    prompt, chosen, rejected = segments(dataset)
+    header = len(whole) - text_encoding.common_length(plain(tokenizer, text[: -len(A)]), whole)
+    prompt, chosen, rejected = trees(dataset)
     bos = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
     room = 50 - len(bos)
-    body = whole[-room:] if keep == "keep_end" else whole[:room - header] + whole[-header:]
+    body = whole[-room:] if keep == "keep_end" else whole[: room - header] + whole[-header:]
     assert prompt == bos + body and tokenizer.decode(prompt).endswith("Assistant:") and len(prompt) == 50
     assert len(chosen) == 50 and tokenizer.eos_token_id not in chosen and rejected[-1] == tokenizer.eos_token_id
     assert dataset.counts["prompts_cut"] == 1 and dataset.counts["responses_cut"] == 1
@@ -196,13 +228,15 @@ def test_pairs_that_a_cut_made_equal_are_dropped(tmp_path, gpt2):
 
 # ---- structure ---------------------------------------------------------------------------------------------------
 
+
 def test_groups_examples_and_response_numbers(tmp_path, gpt2):
-    rows = [{"prompt": "p1", "responses": ["r0", "r1", "r2", "r3"], "pairs": [[3, 0], [3, 1], [0, 1]],
-             "sft_target": "r2"},
-            {"prompt": "p2", "responses": ["s0", "s1"], "pairs": [[1, 0]], "sft_target": "s1"}]
+    rows = [
+        {"prompt": "p1", "responses": ["r0", "r1", "r2", "r3"], "pairs": [[3, 0], [3, 1], [0, 1]], "sft_target": "r2"},
+        {"prompt": "p2", "responses": ["s0", "s1"], "pairs": [[1, 0]], "sft_target": "s1"},
+    ]
     dataset = load(tmp_path, rows, gpt2)
     assert dataset.examples.tolist() == [[0, 2, 0], [0, 2, 1], [0, 0, 1], [1, 1, 0]]  # r2 is in no pair: not kept
-    assert [gpt2.decode(segment) for segment in segments(dataset)] == ["p1", "r0" + EOS, "r1" + EOS, "r3" + EOS]
+    assert [gpt2.decode(tree) for tree in trees(dataset)] == ["p1", "r0" + EOS, "r1" + EOS, "r3" + EOS]
     assert [dataset.response_id(g, i) for g in (0, 1) for i in range(dataset.n_group_responses(g))] == [0, 1, 2, 3, 4]
     assert dataset.n_responses == 5 and dataset.n_groups == 2 and dataset.rows.tolist() == [1, 2]
     assert dataset.tokens.dtype == np.int32 and dataset.examples.dtype == np.int32
@@ -210,7 +244,7 @@ def test_groups_examples_and_response_numbers(tmp_path, gpt2):
     assert dataset.segment_starts[-1] == len(dataset.tokens)
     sft = load(tmp_path, rows, gpt2, sft=True)
     assert sft.examples.tolist() == [[0, 0, -1], [1, 0, -1]]
-    assert [gpt2.decode(segment) for segment in segments(sft)] == ["p1", "r2" + EOS]
+    assert [gpt2.decode(tree) for tree in trees(sft)] == ["p1", "r2" + EOS]
 
 
 def test_chunks_change_nothing(tmp_path, gpt2, monkeypatch):
@@ -237,6 +271,7 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path):
 
 # ---- conversations -----------------------------------------------------------------------------------------------
 
+
 def chat(*contents, system=None):
     turns = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(contents)]
     return ([{"role": "system", "content": system}] if system else []) + turns
@@ -246,14 +281,20 @@ def chat_pair(*contents, good="yes", bad="no", system=None):
     return {"prompt": chat(*contents, system=system), "chosen": chat("", good)[1:], "rejected": chat("", bad)[1:]}
 
 
-@pytest.mark.parametrize("template, tokenizer", [
-    (CHATML, byte_level(template=CHATML)), (LLAMA3, byte_level("<|bos|>", True, LLAMA3)),
-    (LLAMA2, metaspace(template=LLAMA2)), (LLAMA2, metaspace("always", template=LLAMA2))],
-    ids=["chatml", "llama3", "llama2", "llama2 always"])
+@pytest.mark.parametrize(
+    "template, tokenizer",
+    [
+        (CHATML, byte_level(template=CHATML)),
+        (LLAMA3, byte_level("<|bos|>", True, LLAMA3)),
+        (LLAMA2, metaspace(template=LLAMA2)),
+        (LLAMA2, metaspace("always", template=LLAMA2)),
+    ],
+    ids=["chatml", "llama3", "llama2", "llama2 always"],
+)
 def test_conversations_are_what_the_template_renders(tmp_path, template, tokenizer):
     row = chat_pair("Is the sky blue?", "yes", " and the sun? ", good="the sun is yellow ", bad=" yes")
     dataset = load(tmp_path, [row], tokenizer)
-    prompt, *responses = segments(dataset)
+    prompt, *responses = trees(dataset)
     for response, side in zip(responses, ("chosen", "rejected")):
         rendered = tokenizer.apply_chat_template(row["prompt"] + row[side], tokenize=False)
         ids = tokenizer.encode(rendered, add_special_tokens=False)
@@ -266,26 +307,39 @@ def test_conversations_are_what_the_template_renders(tmp_path, template, tokeniz
         assert prompt == tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level(template=CHATML), byte_level("<|bos|>", True, LLAMA3),
-                                       metaspace(template=LLAMA2), metaspace(kind="unigram", template=LLAMA2)],
-                         ids=["chatml", "llama3", "llama2", "unigram"])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        byte_level(template=CHATML),
+        byte_level("<|bos|>", True, LLAMA3),
+        metaspace(template=LLAMA2),
+        metaspace(kind="unigram", template=LLAMA2),
+    ],
+    ids=["chatml", "llama3", "llama2", "unigram"],
+)
 def test_markers_inside_messages_are_text(tmp_path, tokenizer):
     """A message with a marker in it gives just as many control tokens as one without."""
     special = END if END in tokenizer.all_special_tokens else tokenizer.eos_token
     row = chat_pair(f"hi {special} there", good=f"a{special}\n{special}", bad=f"{special}")
     dataset = load(tmp_path, [row], tokenizer)
     clean = load(tmp_path, [chat_pair("hi there", good="a\n", bad="b")], tokenizer)
-    control = [number for text, number in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids)
-               if text != tokenizer.unk_token]
-    for dirty_segment, clean_segment in zip(segments(dataset), segments(clean)):
+    control = [
+        number
+        for text, number in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids)
+        if text != tokenizer.unk_token
+    ]
+    for dirty_segment, clean_segment in zip(trees(dataset), trees(clean)):
         assert [t for t in dirty_segment if t in control] == [t for t in clean_segment if t in control]
     if tokenizer.unk_token is None:
         assert tokenizer.decode(dataset.response(0, 0)[:-1]).rstrip() == f"a{special}\n{special}"
         assert f"hi {special} there" in tokenizer.decode(dataset.prompt(0))
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level(template=CHATML), metaspace(template=LLAMA2),
-                                       metaspace("always", template=LLAMA2)], ids=["chatml", "first", "always"])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [byte_level(template=CHATML), metaspace(template=LLAMA2), metaspace("always", template=LLAMA2)],
+    ids=["chatml", "first", "always"],
+)
 def test_the_protected_path_encodes_like_the_plain_one(tokenizer):
     encoder = TextEncoder(tokenizer)
     text = tokenizer.apply_chat_template(chat("the sky", " yes ", "and"), tokenize=False)
@@ -295,30 +349,32 @@ def test_the_protected_path_encodes_like_the_plain_one(tokenizer):
 def test_a_generation_prompt_that_differs_from_the_rendered_turn_is_not_used(tmp_path):
     template = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
     tokenizer = byte_level(template=template)
-    prompt, chosen, _ = segments(load(tmp_path, [chat_pair("hi")], tokenizer))
+    prompt, chosen, _ = trees(load(tmp_path, [chat_pair("hi")], tokenizer))
     assert tokenizer.decode(prompt).endswith(f"{START}assistant\n") and tokenizer.decode(chosen) == f"yes{END}"
 
 
 def test_a_template_that_looks_into_the_answer(tmp_path):
-    template = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and '</think>' not "
-                "in m['content'] %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>{% endfor %}")
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and '</think>' not "
+        "in m['content'] %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>{% endfor %}"
+    )
     tokenizer = byte_level(template=template)
     row = chat_pair("hi", good="<think>hm</think>yes", bad="no")
-    prompt, chosen, rejected = segments(load(tmp_path, [row], tokenizer))
+    prompt, chosen, rejected = trees(load(tmp_path, [row], tokenizer))
     assert tokenizer.decode(prompt + chosen).endswith(f"{START}assistant\n<think>hm</think>yes{END}")
     assert tokenizer.decode(prompt + rejected).endswith(f"{START}assistant\n<think></think>no{END}")
 
 
 def test_without_an_end_of_turn_token_eos_ends_the_response(tmp_path):
     tokenizer = byte_level(template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
-    prompt, chosen, _ = segments(load(tmp_path, [chat_pair("hi")], tokenizer))
-    assert tokenizer.decode(prompt) == "user: hi\nassistant: "[:len(tokenizer.decode(prompt))]
+    prompt, chosen, _ = trees(load(tmp_path, [chat_pair("hi")], tokenizer))
+    assert tokenizer.decode(prompt) == "user: hi\nassistant: "[: len(tokenizer.decode(prompt))]
     assert tokenizer.decode(prompt + chosen) == "user: hi\nassistant: yes" + EOS
 
 
 def test_without_a_template_the_plain_layout_with_a_notice(tmp_path, gpt2):
     dataset = load(tmp_path, [chat_pair("hi", "yes", "and?", system="Be kind.")], gpt2)
-    prompt, chosen, _ = segments(dataset)
+    prompt, chosen, _ = trees(dataset)
     assert gpt2.decode(prompt) == f"Be kind.{H} hi{A} yes{H} and?{A}" and gpt2.decode(chosen) == " yes" + EOS
     assert any("no chat template" in notice for notice in dataset.notices)
     again = load(tmp_path, [chat_pair("hi", "yes", "and?", system="Be kind.")], gpt2)
@@ -338,7 +394,7 @@ def test_a_system_turn_that_the_template_refuses_goes_into_the_first_user_turn(t
     tokenizer = metaspace(template=LLAMA2)
     dataset = load(tmp_path, [chat_pair("hi", system="the sky")], tokenizer)
     folded = load(tmp_path, [chat_pair("the sky\n\nhi")], tokenizer)
-    assert segments(dataset) == segments(folded) and dataset.counts["system_turns_folded"] == 1 and dataset.notices
+    assert trees(dataset) == trees(folded) and dataset.counts["system_turns_folded"] == 1 and dataset.notices
 
 
 def test_a_conversation_that_the_template_refuses_names_the_row(tmp_path):
@@ -365,6 +421,7 @@ def test_a_cut_conversation_keeps_its_header(tmp_path, keep, template):
 
 
 # ---- cost -------------------------------------------------------------------------------------------------------
+
 
 def test_memory_does_not_grow_with_the_data(tmp_path, gpt2, monkeypatch):
     monkeypatch.setattr(tokenization, "CHUNK", 32)

@@ -8,9 +8,6 @@ import shutil
 
 import pytest
 import torch
-
-import losses
-import models
 from runs import (
     LLAMA,
     MODELS,
@@ -24,7 +21,10 @@ from runs import (
     train,
     write_data,
 )
-from tokenization import load_tokenized
+
+import losses
+from data.tokenization import load_tokenized
+from modeling import loading
 
 LN2 = math.log(2)
 
@@ -32,10 +32,20 @@ LN2 = math.log(2)
 # ---- Law 1: the same update -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", [
-    ["tokens_per_microbatch=1"], ["tokens_per_microbatch=1000000"], ["gradient_accumulation_steps=4"],
-    ["prefix_sharing=false"], ["model.attention=plain"], ["reference.mode=online"], ["activation_checkpointing=true"],
-    ["activation_checkpointing=2"]], ids=lambda change: change[0])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["tokens_per_microbatch=1"],
+        ["tokens_per_microbatch=1000000"],
+        ["gradient_accumulation_steps=4"],
+        ["prefix_sharing=false"],
+        ["model.attention=plain"],
+        ["reference.mode=online"],
+        ["activation_checkpointing=true"],
+        ["activation_checkpointing=2"],
+    ],
+    ids=lambda change: change[0],
+)
 def test_how_a_step_is_computed_does_not_change_it(folder, change):
     plain = baseline(folder, *LLAMA)
     assert len(plain.losses) == 11 and abs(plain.losses[-1] - LN2) > 1e-3  # it learnt something
@@ -49,8 +59,10 @@ def test_micro_batches_do_not_change_other_losses(folder, loss):
 
 
 def test_keeping_the_pairs_of_a_prompt_together_does_not_change_a_step(folder):
-    runs = [train(folder, *LLAMA, *STRONG, "shuffle=prompts", *more)
-            for more in ([], ["tokens_per_microbatch=1"], ["prefix_sharing=false"])]
+    runs = [
+        train(folder, *LLAMA, *STRONG, "shuffle=prompts", *more)
+        for more in ([], ["tokens_per_microbatch=1"], ["prefix_sharing=false"])
+    ]
     for other in runs[1:]:
         assert_same_training(runs[0], other)
 
@@ -65,15 +77,18 @@ def test_activations_are_recomputed_where_asked_for(folder, setting, times):
 
         def counted(s):
             hooks = []
-            for index, block in enumerate(models.find_blocks(trainer.policy, None)):
+            for index, block in enumerate(loading.find_blocks(trainer.policy, None)):
+
                 def add(*_, index=index):
                     counts[index] += 1
+
                 hooks.append(block.input_layernorm.register_forward_pre_hook(add))
             try:
                 return step(s)
             finally:
                 for hook in hooks:
                     hook.remove()
+
         trainer.train_step = counted
 
     train(folder, *LLAMA, "n_examples=4", f"activation_checkpointing={setting}", prepare=count)
@@ -98,10 +113,13 @@ def test_five_pairs_in_one_step_however_they_are_cut(folder):
         step = trainer.train_step
         trainer.train_step = lambda s: (shapes.append([len(b.pairs) for b in s.micro_batches]), step(s))[1]
 
-    for cut in ("gradient_accumulation_steps=1", "gradient_accumulation_steps=4", "tokens_per_microbatch=300",
-                "tokens_per_microbatch=1"):
-        run = train(folder, *NEOX, "n_examples=5", "batch_size=5", "lr=1e-3", cut,
-                    prepare=note)
+    for cut in (
+        "gradient_accumulation_steps=1",
+        "gradient_accumulation_steps=4",
+        "tokens_per_microbatch=300",
+        "tokens_per_microbatch=1",
+    ):
+        run = train(folder, *NEOX, "n_examples=5", "batch_size=5", "lr=1e-3", cut, prepare=note)
         norms.append(run.norms[0])
     assert shapes[0] == [5] and shapes[-1] != [5] and len({tuple(shape) for shape in shapes}) >= 3, shapes
     assert all(sum(shape) == 5 for shape in shapes)
@@ -113,9 +131,9 @@ def test_five_pairs_in_one_step_however_they_are_cut(folder):
 
 def by_hand(config, trained, split="test"):
     """Losses and rewards of held-out pairs from plain forward passes, one response at a time, full logits."""
-    tokenizer = models.load_tokenizer(config)
-    reference = models.load_model(config, tokenizer, torch.float32, "cpu")
-    policy = models.load_model(config, tokenizer, torch.float32, "cpu")
+    tokenizer = loading.load_tokenizer(config)
+    reference = loading.load_model(config, tokenizer, torch.float32, "cpu")
+    policy = loading.load_model(config, tokenizer, torch.float32, "cpu")
     policy.load_state_dict(trained)
     rows = []
     for name in config.datasets:
@@ -130,7 +148,7 @@ def by_hand(config, trained, split="test"):
                 for model in (policy, reference):
                     with torch.no_grad():
                         each = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-                    logps.append(each[len(prompt) - 1:].double().sum())
+                    logps.append(each[len(prompt) - 1 :].double().sum())
             rows.append((data.name, logps))
     return rows
 
@@ -148,12 +166,18 @@ def test_evaluation_is_what_one_computes_by_hand(folder):
     run = baseline(folder, *LLAMA)
     rows = by_hand(settings_of(folder, *LLAMA, *STRONG), run.weights)
     assert len(rows) == 5
-    expected = {name: 0.0 for name in run.evals[-1]}
+    expected = dict.fromkeys(run.evals[-1], 0.0)
     for _, (chosen, reference_chosen, rejected, reference_rejected) in rows:
         good, bad = 0.1 * (chosen - reference_chosen), 0.1 * (rejected - reference_rejected)
-        values = {"loss/eval": -torch.nn.functional.logsigmoid(good - bad), "rewards_eval/chosen": good,
-                  "rewards_eval/rejected": bad, "rewards_eval/margins": good - bad, "logps_eval/chosen": chosen,
-                  "rewards_eval/accuracies": float(good > bad), "logps_eval/rejected": rejected}
+        values = {
+            "loss/eval": -torch.nn.functional.logsigmoid(good - bad),
+            "rewards_eval/chosen": good,
+            "rewards_eval/rejected": bad,
+            "rewards_eval/margins": good - bad,
+            "logps_eval/chosen": chosen,
+            "rewards_eval/accuracies": float(good > bad),
+            "logps_eval/rejected": rejected,
+        }
         for name, value in values.items():
             expected[name] += float(value) / len(rows)
     for name, value in expected.items():
@@ -174,8 +198,9 @@ def test_each_data_set_has_its_own_values(folder):
     held_out = {f"{folder}/data": 5, f"{folder}/other": 2}
     last = run.evals[-1]
     for metric in ("loss/eval", "rewards_eval/margins", "logps_eval/chosen"):
-        parts = {name.removeprefix(metric + "/"): value for name, value in last.items()
-                 if name.startswith(metric + "/")}
+        parts = {
+            name.removeprefix(metric + "/"): value for name, value in last.items() if name.startswith(metric + "/")
+        }
         assert len(parts) == 2, parts
         assert len(set(parts.values())) == 2
         weights = [next(n for path, n in held_out.items() if path.endswith(part) or part in path) for part in parts]
@@ -184,7 +209,8 @@ def test_each_data_set_has_its_own_values(folder):
 
 
 ANCESTOR_METRICS = [f"rewards_{{}}/{name}" for name in ("chosen", "rejected", "accuracies", "margins")] + [
-    f"logps_{{}}/{name}" for name in ("chosen", "rejected")]
+    f"logps_{{}}/{name}" for name in ("chosen", "rejected")
+]
 
 
 def test_metrics_have_the_ancestors_names(folder):
@@ -194,8 +220,17 @@ def test_metrics_have_the_ancestors_names(folder):
     steps = [line for line in lines if "loss/train" in line]
     assert [line["examples"] for line in evals] == [0, 50] and [line["updates"] for line in evals] == [0, 11]
     assert all(name.format("eval") in evals[0] for name in ANCESTOR_METRICS)
-    more = ["grad_norm", "learning_rate", "examples_per_second", "tokens_per_second", "counters/examples",
-            "counters/updates", "memory/peak_gb", "lengths_train/chosen", "lengths_train/rejected"]
+    more = [
+        "grad_norm",
+        "learning_rate",
+        "examples_per_second",
+        "tokens_per_second",
+        "counters/examples",
+        "counters/updates",
+        "memory/peak_gb",
+        "lengths_train/chosen",
+        "lengths_train/rejected",
+    ]
     assert len(steps) == 11
     assert all(name in line for line in steps for name in [n.format("train") for n in ANCESTOR_METRICS] + more)
     assert [line["counters/examples"] for line in steps] == [5, 10, 15, 20, 25, 26, 31, 36, 41, 46, 50]
@@ -208,7 +243,7 @@ def test_a_log_line_averages_all_steps_since_the_last(folder):
     each = train(folder, *options)
     rare = train(folder, *options, "minimum_log_interval_secs=1000")
     lines = [json.loads(line) for line in open(os.path.join(rare.run_dir, "metrics.jsonl"))]
-    line, = [line for line in lines if "loss/train" in line]
+    (line,) = [line for line in lines if "loss/train" in line]
     weights = [5, 5, 5, 5, 5, 1]
     assert line["loss/train"] == pytest.approx(sum(w * x for w, x in zip(weights, each.losses)) / 26, rel=1e-6)
 
@@ -224,8 +259,11 @@ def test_every_example_once_an_epoch_and_none_twice(folder):
 
         def noted(s):
             for batch in s.micro_batches:
-                epochs.setdefault(s.epoch, []).extend((unit.group, unit.response_ids[a], unit.response_ids[b])
-                                                      for unit in batch.units for a, b in unit.pairs)
+                epochs.setdefault(s.epoch, []).extend(
+                    (unit.group, unit.response_ids[a], unit.response_ids[b])
+                    for unit in batch.units
+                    for a, b in unit.pairs
+                )
             return step(s)
 
         trainer.train_step = noted
@@ -250,8 +288,16 @@ def test_n_examples_ends_a_run_within_a_step(folder):
 # ---- Step 0, and a loop written by hand -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["reference.mode=cached", "reference.mode=online", "tokens_per_microbatch=1",
-                                 "activation_checkpointing=true", "model.attention=plain"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "reference.mode=cached",
+        "reference.mode=online",
+        "tokens_per_microbatch=1",
+        "activation_checkpointing=true",
+        "model.attention=plain",
+    ],
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_policy_starts_as_the_reference(folder, tmp_path, model, how):
     shutil.copytree(folder / "data", tmp_path / "data")
@@ -274,24 +320,34 @@ def test_ipo_starts_at_its_target(folder):
     assert run.losses[0] == pytest.approx(25.0, rel=1e-6)
 
 
-@pytest.mark.parametrize("optimizer, keywords", [
-    ("RMSprop", {}), ("AdamW", {"weight_decay": 0.1, "betas": [0.8, 0.9]})])
+@pytest.mark.parametrize(
+    "optimizer, keywords", [("RMSprop", {}), ("AdamW", {"weight_decay": 0.1, "betas": [0.8, 0.9]})]
+)
 def test_dpo_equals_a_textbook_loop(folder, optimizer, keywords):
     """Two padded rows a pair, the model's own attention and full logits, one backward pass, a step."""
-    options = [*NEOX, "loss.beta=0.3", f"optimizer={optimizer}", "lr=1e-4", "warmup_steps=3", "batch_size=4",
-               "n_examples=20", "max_grad_norm=0.5", *(f"optimizer_kwargs.{k}={v}" for k, v in keywords.items())]
+    options = [
+        *NEOX,
+        "loss.beta=0.3",
+        f"optimizer={optimizer}",
+        "lr=1e-4",
+        "warmup_steps=3",
+        "batch_size=4",
+        "n_examples=20",
+        "max_grad_norm=0.5",
+        *(f"optimizer_kwargs.{k}={v}" for k, v in keywords.items()),
+    ]
     numbers = []
 
     def note(trainer):
         step = trainer.train_step
-        trainer.train_step = lambda s: (numbers.append(trainer.plan.numbers(s.number)), step(s))[1]
+        trainer.train_step = lambda s: (numbers.append(trainer.sampler.example_indices(s.number)), step(s))[1]
 
     run = train(folder, *("+" * o.startswith("optimizer_kwargs") + o for o in options), prepare=note)
 
     config = settings_of(folder, *("+" * o.startswith("optimizer_kwargs") + o for o in options))
-    tokenizer = models.load_tokenizer(config)
-    policy = models.load_model(config, tokenizer, torch.float32, "cpu")
-    reference = models.load_model(config, tokenizer, torch.float32, "cpu")
+    tokenizer = loading.load_tokenizer(config)
+    policy = loading.load_model(config, tokenizer, torch.float32, "cpu")
+    reference = loading.load_model(config, tokenizer, torch.float32, "cpu")
     data = load_tokenized(config.datasets[0], "train", tokenizer, config, sft=False)
     steps = getattr(torch.optim, optimizer)(policy.parameters(), lr=1e-4, **keywords)
 
@@ -323,17 +379,21 @@ def test_dpo_equals_a_textbook_loop(folder, optimizer, keywords):
         steps.param_groups[0]["lr"] = 1e-4 * min(1, (number + 1) / 4)
         steps.step()
     assert len(numbers) == 5 and any(norm > 0.5 for norm in run.norms)
-    start = models.load_model(config, tokenizer, torch.float32, "cpu").state_dict()
+    start = loading.load_model(config, tokenizer, torch.float32, "cpu").state_dict()
     assert distance(run.weights, policy.state_dict()) < 1e-5
     assert distance(run.weights, policy.state_dict()) < 1e-2 * distance(run.weights, start)
 
 
-@pytest.mark.parametrize("schedule, expected", [
-    ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1]), ("linear", [1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4]),
-    ("cosine", [1 / 3, 2 / 3, 1, *(0.5 + 0.5 * math.cos(math.pi * k / 4) for k in (1, 2, 3))])])
+@pytest.mark.parametrize(
+    "schedule, expected",
+    [
+        ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1]),
+        ("linear", [1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4]),
+        ("cosine", [1 / 3, 2 / 3, 1, *(0.5 + 0.5 * math.cos(math.pi * k / 4) for k in (1, 2, 3))]),
+    ],
+)
 def test_the_learning_rate_warms_up_and_decays(folder, schedule, expected):
-    run = train(folder, *LLAMA, "n_examples=24", "warmup_steps=2", f"schedule={schedule}", "lr=0.01",
-                "optimizer=SGD")
+    run = train(folder, *LLAMA, "n_examples=24", "warmup_steps=2", f"schedule={schedule}", "lr=0.01", "optimizer=SGD")
     assert [step["learning_rate"] for step in run.steps] == pytest.approx([0.01 * factor for factor in expected])
 
 
@@ -356,8 +416,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_optimizer_steps(fold
         trainer.train_step = watched
 
     with pytest.raises(FloatingPointError) as error:
-        train(folder, *LLAMA, "lr=1e-3", "batch_size=4", "n_examples=20",
-              "tokens_per_microbatch=1", prepare=prepare)
+        train(folder, *LLAMA, "lr=1e-3", "batch_size=4", "n_examples=20", "tokens_per_microbatch=1", prepare=prepare)
     trainer = held["trainer"]
     assert trainer.updates == 1 and "update 2" in str(error.value)
     assert all(torch.equal(p, held["before"][name]) for name, p in trainer.policy.named_parameters())
@@ -375,6 +434,7 @@ def test_a_gradient_that_is_not_finite_names_the_whole_step(folder):
     def prepare(trainer):
         def break_gradient(grad):
             return grad * float("inf")
+
         step = trainer.train_step
 
         def broken(s):
@@ -383,6 +443,7 @@ def test_a_gradient_that_is_not_finite_names_the_whole_step(folder):
                 return step(s)
             finally:
                 hook.remove()
+
         trainer.train_step = broken
         held.append(trainer)
 
@@ -405,14 +466,15 @@ def test_steps_that_are_not_finite_can_be_skipped(folder):
 
 def test_a_reference_that_is_not_finite_is_refused(folder):
     def prepare(trainer):
-        place = trainer.place
+        build_model = trainer.build_model
 
         def poisoned(*arguments, **keywords):
-            model = place(*arguments, **keywords)
+            model = build_model(*arguments, **keywords)
             with torch.no_grad():
                 model.get_input_embeddings().weight[ord("T")] = float("nan")
             return model
-        trainer.place = poisoned
+
+        trainer.build_model = poisoned
         trainer.choose_attention = lambda unit: ("packed_sdpa", False)
 
     with pytest.raises(FloatingPointError, match="The reference gives response"):
@@ -424,20 +486,20 @@ def test_a_loss_scale_that_overflows_is_lowered_and_no_example_is_lost(folder):
     scales = []
 
     def prepare(trainer):
-        trainer.loss_scale = 2.0 ** 16
+        trainer.loss_scale = 2.0**16
         gradients = trainer._gradients
 
         def overflowing(step):
             result = gradients(step)
             scales.append(trainer.loss_scale)
-            if trainer.loss_scale > 2 ** 14:
+            if trainer.loss_scale > 2**14:
                 next(trainer.policy.parameters()).grad[0, 0] = float("inf")
             return result
 
         trainer._gradients = overflowing
 
     run = train(folder, *LLAMA, *STRONG, prepare=prepare)
-    assert scales == [2.0 ** 16, 2.0 ** 15] + [2.0 ** 14] * 11
+    assert scales == [2.0**16, 2.0**15] + [2.0**14] * 11
     del run.losses[:2], run.norms[:2]  # the first step returned from its two repetitions as well
     assert_same_training(baseline(folder, *LLAMA), run)
 
@@ -447,6 +509,7 @@ def test_a_loss_scale_that_overflows_is_lowered_and_no_example_is_lost(folder):
 
 def small_memory(most_units):
     """A device on which a pass of more than `most_units` prompts does not fit."""
+
     def prepare(trainer):
         forward = trainer.losses_and_metrics
 
@@ -455,20 +518,32 @@ def small_memory(most_units):
             if split == "train" and len(batch.units) > most_units:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
             return result
+
         trainer.losses_and_metrics = limited
+
     return prepare
 
 
-@pytest.mark.parametrize("where, words", [
-    ("place", "before the first pass"), ("evaluate", "tokens_per_microbatch=32 .it was 64"),
-    ("_make_reference", "tokens_per_microbatch=32 .it was 64")])
+@pytest.mark.parametrize(
+    "where, words",
+    [
+        ("place", "before the first pass"),
+        ("evaluate", "tokens_per_microbatch=32 .it was 64"),
+        ("_make_reference", "tokens_per_microbatch=32 .it was 64"),
+    ],
+)
 def test_no_memory_outside_a_step_is_told_with_the_mend(folder, where, words):
     def nothing_left(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
     with pytest.raises(ValueError, match=f"Out of memory.*{words}") as raised:
-        train(folder, *LLAMA, "tokens_per_microbatch=64", "do_first_eval=true",
-              prepare=lambda trainer: setattr(trainer, where, nothing_left))
+        train(
+            folder,
+            *LLAMA,
+            "tokens_per_microbatch=64",
+            "do_first_eval=true",
+            prepare=lambda trainer: setattr(trainer, where, nothing_left),
+        )
     assert "2.00 GiB" in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -487,11 +562,18 @@ def test_a_prompt_that_does_not_fit_says_what_to_do(folder):
 # ---- Law 5: no option is ignored ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("override, named", [
-    ("fsdp=no_shard", "fsdp.sharding_strategy"), ("tp_size=2", "tp_size"), ("fsdp.cpu_offload=true", "fsdp.cpu_offload"),
-    ("model.fsdp_policy_mp=bfloat16", "fsdp_policy_mp"), ("world_size=2", "BasicTrainer"),
-    ("loss.average_log_prob=true", None),
-    ("model.attention=flex", "flex")])
+@pytest.mark.parametrize(
+    "override, named",
+    [
+        ("fsdp=no_shard", "fsdp.sharding_strategy"),
+        ("tp_size=2", "tp_size"),
+        ("fsdp.cpu_offload=true", "fsdp.cpu_offload"),
+        ("model.fsdp_policy_mp=bfloat16", "fsdp_policy_mp"),
+        ("world_size=2", "BasicTrainer"),
+        ("loss.average_log_prob=true", None),
+        ("model.attention=flex", "flex"),
+    ],
+)
 def test_what_cannot_be_honoured_is_refused(folder, override, named):
     with pytest.raises(Exception) as error:
         settings_of(folder, *LLAMA, override)
@@ -499,7 +581,7 @@ def test_what_cannot_be_honoured_is_refused(folder, override, named):
 
 
 def test_a_key_that_the_losss_function_does_not_take_is_refused_before_any_weight_is_read(folder, monkeypatch):
-    monkeypatch.setattr(models, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
     monkeypatch.setitem(losses.LOSSES, "dpo", lambda pairs, *, beta: None)
     with pytest.raises(ValueError, match="loss.f_divergence is a key that"):
         train(folder, *LLAMA, "n_examples=4")
@@ -508,11 +590,21 @@ def test_a_key_that_the_losss_function_does_not_take_is_refused_before_any_weigh
         train(folder, *LLAMA, "loss=ipo", "n_examples=4")
 
 
-@pytest.mark.parametrize("override, changes", [
-    ("loss.label_smoothing=0.2", True), ("loss.reference_free=true", True), ("loss.f_divergence=js", True),
-    ("loss.beta=0.5", True), ("max_grad_norm=0.01", True), ("model.reference_dtype=bfloat16", True),
-    ("optimizer=SGD", True), ("warmup_steps=0", True), ("max_length=40 max_prompt_length=20", True),
-    ("eval_batch_size=2", False)])
+@pytest.mark.parametrize(
+    "override, changes",
+    [
+        ("loss.label_smoothing=0.2", True),
+        ("loss.reference_free=true", True),
+        ("loss.f_divergence=js", True),
+        ("loss.beta=0.5", True),
+        ("max_grad_norm=0.01", True),
+        ("model.reference_dtype=bfloat16", True),
+        ("optimizer=SGD", True),
+        ("warmup_steps=0", True),
+        ("max_length=40 max_prompt_length=20", True),
+        ("eval_batch_size=2", False),
+    ],
+)
 def test_options_reach_the_update(folder, override, changes):
     run = train(folder, *LLAMA, *STRONG, *override.split())
     assert (distance(run.weights, baseline(folder, *LLAMA).weights) > 1e-6) is changes

@@ -34,35 +34,116 @@ class Phrases:
 
 
 TRAIN = Phrases(
-    questions=["What should I do?", "Any advice?", "Can you help?", "What would you try?", "Where do I start?",
-               "Do you have a tip?", "Please help me out.", "Is there anything I can do?"],
-    kind_openings=["Happy to help!", "That happens to many of us.", "Good that you ask.", "You are not alone in this.",
-                   "Let us sort this out together.", "No worries, you can do this.", "I know how that feels.",
-                   "We can make this easier.", "One small step is enough for today.", "Thanks for telling me.",
-                   "Sure, here is an idea.", "Take heart, there is a way.", "Gladly!", "It is fine to find this hard.",
-                   "There is a simple way to begin.", "Here is what I would try."],
-    kind_closings=["Tell me how it goes!", "You will do fine.", "I am rooting for you.", "You have got this!",
-                   "Come back any time.", "Small steps count.", "Let me know if you want another idea.",
-                   "It gets easier from there.", "I am sure it will go better soon.", "Be patient with yourself.",
-                   "That alone often does it.", "Good luck!"],
-    rude_openings=["So what?", "Oh please.", "Not my problem.", "Here we go again.", "How typical.", "Why ask me?",
-                   "I could not care less.", "What a silly question.", "Spare me the details.", "Is that all?",
-                   "You must be joking.", "This again?", "I have no time for that.", "Who cares?",
-                   "Do I look like your servant?", "Honestly, what a fuss."],
-    rude_closings=["Now leave me alone.", "Figure it out yourself.", "I have better things to do.", "Enough of this.",
-                   "End of story.", "Do not ask me again.", "That is all you get.", "Go and bother someone else.",
-                   "I am done with this.", "Stop wasting my day.", "Whatever.", "You brought it on yourself."],
+    questions=[
+        "What should I do?",
+        "Any advice?",
+        "Can you help?",
+        "What would you try?",
+        "Where do I start?",
+        "Do you have a tip?",
+        "Please help me out.",
+        "Is there anything I can do?",
+    ],
+    kind_openings=[
+        "Happy to help!",
+        "That happens to many of us.",
+        "Good that you ask.",
+        "You are not alone in this.",
+        "Let us sort this out together.",
+        "No worries, you can do this.",
+        "I know how that feels.",
+        "We can make this easier.",
+        "One small step is enough for today.",
+        "Thanks for telling me.",
+        "Sure, here is an idea.",
+        "Take heart, there is a way.",
+        "Gladly!",
+        "It is fine to find this hard.",
+        "There is a simple way to begin.",
+        "Here is what I would try.",
+    ],
+    kind_closings=[
+        "Tell me how it goes!",
+        "You will do fine.",
+        "I am rooting for you.",
+        "You have got this!",
+        "Come back any time.",
+        "Small steps count.",
+        "Let me know if you want another idea.",
+        "It gets easier from there.",
+        "I am sure it will go better soon.",
+        "Be patient with yourself.",
+        "That alone often does it.",
+        "Good luck!",
+    ],
+    rude_openings=[
+        "So what?",
+        "Oh please.",
+        "Not my problem.",
+        "Here we go again.",
+        "How typical.",
+        "Why ask me?",
+        "I could not care less.",
+        "What a silly question.",
+        "Spare me the details.",
+        "Is that all?",
+        "You must be joking.",
+        "This again?",
+        "I have no time for that.",
+        "Who cares?",
+        "Do I look like your servant?",
+        "Honestly, what a fuss.",
+    ],
+    rude_closings=[
+        "Now leave me alone.",
+        "Figure it out yourself.",
+        "I have better things to do.",
+        "Enough of this.",
+        "End of story.",
+        "Do not ask me again.",
+        "That is all you get.",
+        "Go and bother someone else.",
+        "I am done with this.",
+        "Stop wasting my day.",
+        "Whatever.",
+        "You brought it on yourself.",
+    ],
 )
 TEST = Phrases(
     questions=["What do you suggest?", "What is a good first move?", "Could you give me a hand?", "Got any ideas?"],
-    kind_openings=["Of course, let me think with you.", "What a relatable one!", "I would be glad to lend a hand.",
-                   "Plenty of people run into that.", "Breathe, it can be mended.", "My pleasure."],
-    kind_closings=["I hope it works out nicely.", "Report back, I would love to hear.", "You are on a good path.",
-                   "Be proud that you began.", "This will feel lighter tomorrow.", "Cheering for you!"],
-    rude_openings=["Ugh, seriously?", "Am I supposed to be moved?", "Cry me a river.", "Nobody wanted to know.",
-                   "What a bore.", "Must everything be explained to you?"],
-    rude_closings=["Go away.", "Talk to a wall instead.", "Conversation over.", "I would rather watch paint dry.",
-                   "My coffee is more interesting than this.", "Save it for your diary.", "Next!"],
+    kind_openings=[
+        "Of course, let me think with you.",
+        "What a relatable one!",
+        "I would be glad to lend a hand.",
+        "Plenty of people run into that.",
+        "Breathe, it can be mended.",
+        "My pleasure.",
+    ],
+    kind_closings=[
+        "I hope it works out nicely.",
+        "Report back, I would love to hear.",
+        "You are on a good path.",
+        "Be proud that you began.",
+        "This will feel lighter tomorrow.",
+        "Cheering for you!",
+    ],
+    rude_openings=[
+        "Ugh, seriously?",
+        "Am I supposed to be moved?",
+        "Cry me a river.",
+        "Nobody wanted to know.",
+        "What a bore.",
+        "Must everything be explained to you?",
+    ],
+    rude_closings=[
+        "Go away.",
+        "Talk to a wall instead.",
+        "Conversation over.",
+        "I would rather watch paint dry.",
+        "My coffee is more interesting than this.",
+        "Save it for your diary.",
+        "Next!",
+    ],
 )
 
 
@@ -111,16 +192,22 @@ def make_pairs(topics: list[list[str]], phrases: Phrases, seed: int) -> list[dic
             if used.isdisjoint({prompt, chosen, rejected}) and differs_as_wanted(chosen, rejected, chosen_is_longer):
                 break
         used.update({prompt, chosen, rejected})
-        pairs.append({"prompt": [{"role": "user", "content": prompt}],
-                      "chosen": [{"role": "assistant", "content": chosen}],
-                      "rejected": [{"role": "assistant", "content": rejected}]})
+        pairs.append(
+            {
+                "prompt": [{"role": "user", "content": prompt}],
+                "chosen": [{"role": "assistant", "content": chosen}],
+                "rejected": [{"role": "assistant", "content": rejected}],
+            }
+        )
     return shuffled(rng, pairs)
 
 
 def build() -> dict[str, str]:
     """File name -> its text."""
-    splits = {"train": make_pairs(read_topics(HERE / "topics_train.txt"), TRAIN, seed=1),
-              "test": make_pairs(read_topics(HERE / "topics_test.txt"), TEST, seed=2)}
+    splits = {
+        "train": make_pairs(read_topics(HERE / "topics_train.txt"), TRAIN, seed=1),
+        "test": make_pairs(read_topics(HERE / "topics_test.txt"), TEST, seed=2),
+    }
     return {f"{name}.jsonl": "".join(json.dumps(pair) + "\n" for pair in pairs) for name, pairs in splits.items()}
 
 

@@ -1,0 +1,377 @@
+"""Weights in and out of files: policy.pt, Hugging Face folders, step folders and run folders, ours and other people's.
+
+    read_state_dict(path)            -> {name: tensor} from any of them, nothing in the file being able to run code
+    check_keys(model, state, source) -> the same state with exactly the model's keys, or a ValueError listing the rest
+    load_archive_into(model, path)   -> both, copied into an unsharded model in place
+    locate(path)                     -> (kind, path) if a caller would rather read it by itself; kind is one of
+                                        'torch' (a .pt or .bin file), 'safetensors' (a file), 'hf', 'state' (folders)
+    write_hf_folder(model, state, tokenizer, folder) and export(source, folder, dtype, base) make Hugging Face folders.
+
+Names: policy.pt carries the names of `model.state_dict()`. Some of them differ from those in Hugging Face files
+(GPT-NeoX has `lm_head.weight` in memory and `embed_out.weight` on disk, and before transformers 5 in memory too): both
+are understood.
+"""
+
+import contextlib
+import copy
+import json
+import os
+import pickle
+import re
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from checkpoint import step_folders
+
+# Saving without a process group is what a run on one device does: nothing to warn of.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+# Buffers that earlier transformers kept in their state dicts and that are computed, not learned, today.
+HARMLESS = re.compile(
+    r"(^|\.)(attn|attention|self_attn)\.(bias|masked_bias|embed_positions|rotary_emb\.inv_freq)$"
+    r"|(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)(embeddings|transformer|model)\.position_ids$"
+)
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+OTHER_NAMES = (("embed_out.", "lm_head."),)  # GPT-NeoX, see above
+HF_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def clean_name(name):
+    """A parameter's name without what torch.compile and activation-checkpointing wrappers put into it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def locate(path, verify=True):
+    """Finds what an archive path means. Returns (kind, path), see the top of the file.
+
+    A run folder means the step of its LATEST, a step folder its policy.pt, else its hf/, else its state/. With `verify`
+    a file that lies in one of our step folders is compared with its checksum first.
+    Raises ValueError if there is nothing usable, naming the step before it if a step is damaged.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ValueError(f"no archive at {path}: give a policy.pt, or a Hugging Face, step or run folder")
+    if path.is_file():
+        found = ("safetensors" if path.suffix == ".safetensors" else "torch"), path
+    elif (path / step_folders.MANIFEST).exists() or re.fullmatch(r"step-\d+", path.name):
+        found = _locate_in_step(path)
+    elif any((path / name).exists() for name in HF_WEIGHTS):
+        found = "hf", path
+    elif (path / step_folders.LATEST).is_symlink() or any(path.glob("step-*")) or (path / step_folders.LATEST).exists():
+        steps = [folder for _, folder in step_folders.complete_steps(path)]
+        latest = step_folders.read_latest(path) or (steps[-1] if steps else None)
+        if latest is None:
+            raise ValueError(f"the run folder {path} holds no complete checkpoint")
+        return locate(latest, verify)
+    elif (path / ".metadata").exists():
+        found = "state", path
+    else:
+        raise ValueError(f"{path} is no archive: it holds none of {', '.join(HF_WEIGHTS)}, LATEST, step-*, policy.pt")
+    if verify:
+        _verify(found[1])
+    return found
+
+
+def _locate_in_step(folder):
+    for kind, name in (("torch", "policy.pt"), ("hf", "hf"), ("state", "state")):
+        if (folder / name).exists():
+            return kind, folder / name
+    raise ValueError(f"the step folder {folder} holds none of policy.pt, hf/, state/")
+
+
+def _verify(path):
+    """Checks a part of a step folder against that folder's manifest. Raises ValueError offering the step before it."""
+    for step, only in ((path.parent, path.name), (path.parent.parent, f"{path.parent.name}/{path.name}")):
+        if (step / step_folders.MANIFEST).exists():
+            problem = step_folders.damage(step, only)
+            if problem:
+                others = [f for _, f in reversed(step_folders.complete_steps(step.parent)) if f.name != step.name]
+                good = next((f for f in others if step_folders.damage(f) is None), None)
+                offer = f"use the step before it: {good}" if good else "there is no other complete step beside it"
+                raise ValueError(f"{path} is damaged ({problem}); {offer}")
+            return
+
+
+def read_state_dict(path, verify=True):
+    """Returns {name: tensor}, on the CPU, mapped from the file where its format allows (memory stays near one copy).
+
+    `path`: a policy.pt of ours or of the reference DPO implementation ({'step_idx', 'state', 'metrics'}), a bare state
+    dict (.pt, .bin, .safetensors), a Hugging Face folder (names as on disk), a step folder or a run folder.
+    Raises ValueError for a file that is missing, truncated, damaged, no checkpoint, or that holds more than tensors.
+    """
+    kind, path = locate(path, verify)
+    if kind == "state":
+        return _read_distributed(path)
+    if kind == "torch":
+        return _unwrap(_torch_load(path), path)
+    if kind == "safetensors":
+        return _read_safetensors(path)
+    return _read_hf(path)
+
+
+def _torch_load(path):
+    def load(mmap):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+    try:
+        try:
+            return load(mmap=True)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            return load(mmap=False)  # the format from before torch 1.6, which is no zip file
+    except pickle.UnpicklingError as error:
+        if re.search(r"Unsupported (global|class)|GLOBAL|not an allowed global", str(error)):
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            what = f" ({named.group(1)})" if named else ""
+            raise ValueError(
+                f"{path} is refused: it holds Python objects besides tensors{what}, and loading those "
+                "could run code. Save its state dict alone: torch.save({'state': model.state_dict()}, "
+                "path)"
+            ) from None
+        reason = error
+    except PermissionError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    except Exception as error:  # RuntimeError, OSError (a seek behind the end), EOFError, KeyError, ...
+        reason = error
+    first_line = str(reason).partition("\n")[0]
+    raise ValueError(f"{path} is truncated or no PyTorch checkpoint ({type(reason).__name__}: {first_line})")
+
+
+def _unwrap(content, path):
+    for key in ("state", "state_dict", "model_state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"{path} holds no state dict: expected {{'state': {{name: tensor}}}} or {{name: tensor}}")
+    strangers = [str(key) for key, value in content.items() if not isinstance(value, torch.Tensor)]
+    if strangers:
+        raise ValueError(f"{path} holds no plain state dict: not tensors: {listing(strangers)}")
+    return {clean_name(key): value for key, value in content.items()}
+
+
+def _read_safetensors(path):
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or no safetensors file ({error})") from None
+
+
+def _read_hf(folder):
+    name = next(name for name in HF_WEIGHTS if (folder / name).exists())
+    if not name.endswith(".json"):
+        files = [folder / name]
+    else:
+        try:
+            shards = sorted(set(json.loads((folder / name).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError, OSError):
+            raise ValueError(f"{folder / name} is no readable index of weights") from None
+        # an index names files of its own folder; anything else would be a way out of it
+        if any(not isinstance(shard, str) or shard != os.path.basename(shard) for shard in shards):
+            raise ValueError(f"{folder / name} names files outside its folder")
+        files = [folder / shard for shard in shards]
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            raise ValueError(f"{folder} lacks {listing(missing)}, which {name} names: copy it again")
+    state = {}
+    for file in files:
+        state.update(_read_safetensors(file) if file.suffix == ".safetensors" else _unwrap(_torch_load(file), file))
+    return state
+
+
+class InertReader(dcp.FileSystemReader):
+    """Reads a torch.distributed.checkpoint folder whose `.metadata` (a pickle) may name nothing but data classes.
+
+    The tensors themselves are read with weights_only by torch.
+    """
+
+    class _Unpickler(pickle.Unpickler):
+        def find_class(self, module, name):
+            allowed = (
+                re.fullmatch(r"torch\.distributed\.checkpoint\.(metadata|filesystem|api|planner)", module)
+                or module in ("pathlib", "pathlib._local")
+                or (module, name)
+                in {
+                    ("torch.serialization", "_get_layout"),
+                    ("collections", "OrderedDict"),
+                    ("builtins", "set"),
+                    ("builtins", "frozenset"),
+                    ("torch", "Size"),
+                }
+                or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+            )
+            if not allowed or "." in name:
+                raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's .metadata")
+            found = super().find_class(module, name)
+            data = isinstance(found, (type, torch.dtype)) or (module, name) == ("torch.serialization", "_get_layout")
+            if not data:
+                raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's .metadata")
+            return found
+
+    def read_metadata(self, *args, **kwargs):
+        file = Path(self.path) / ".metadata"
+        try:
+            with open(file, "rb") as stream:
+                self._Unpickler(stream).load()
+            return super().read_metadata(*args, **kwargs)
+        except FileNotFoundError:
+            raise ValueError(f"{file} is missing: {self.path} is no complete resume state") from None
+        except Exception as error:
+            raise ValueError(f"{file} is damaged or not ours ({error})") from None
+
+
+def _read_distributed(folder):
+    reader = InertReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    state = {
+        key.removeprefix("model."): torch.empty(meta.size, dtype=meta.properties.dtype)
+        for key, meta in stored.items()
+        if key.startswith("model.")
+    }
+    if not state:
+        raise ValueError(f"{folder} holds no model")
+    dcp.load({"model." + name: tensor for name, tensor in state.items()}, storage_reader=reader, no_dist=True)
+    return state
+
+
+# ---- fitting into a model -------------------------------------------------------------------------------------------
+
+
+def named_tensors(model):
+    """Returns [(names, tensor)]: each parameter and persistent buffer once, with all its names (tied weights: several).
+
+    Goes through state_dict() because FSDP2 hooks into it: what it returns is sharded, even after an evaluation.
+    """
+    by_identity = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor):
+            by_identity.setdefault(id(tensor), ([], tensor))[0].append(clean_name(name))
+    return list(by_identity.values())
+
+
+def listing(names, most=20):
+    names = list(names)
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def check_keys(model, state, source="the archive"):
+    """Returns the state with exactly the keys of `model.state_dict()`, ready for a strict load_state_dict.
+
+    A name of tied weights that is missing is filled from its twin, computed buffers of older files are dropped.
+    Raises ValueError that lists the missing, the extra and the misshapen keys.
+    """
+    tensors = named_tensors(model)
+    expected = {name for names, _ in tensors for name in names}
+    state = dict(state)
+    for theirs, ours in (*OTHER_NAMES, *(pair[::-1] for pair in OTHER_NAMES)):
+        for key in [key for key in state if key.startswith(theirs) and key not in expected]:
+            if (renamed := ours + key.removeprefix(theirs)) in expected:
+                state[renamed] = state.pop(key)
+    fitted, missing, misshapen = {}, [], []
+    for names, tensor in tensors:
+        given = [(name, state.pop(name)) for name in names if name in state]
+        if not given:
+            missing.append(" = ".join(names))
+            continue
+        name, value = given[0]
+        if tuple(value.shape) != tuple(tensor.shape):
+            misshapen.append(f"{name} {tuple(value.shape)} where the model has {tuple(tensor.shape)}")
+        elif any(other.data_ptr() != value.data_ptr() and not torch.equal(other, value) for _, other in given[1:]):
+            misshapen.append(f"{' and '.join(n for n, _ in given)} differ, but are one weight in the model (tied)")
+        fitted.update(dict.fromkeys(names, value))
+    extra = [key for key in state if not HARMLESS.search(key)]
+    if missing or misshapen or extra:
+        parts = [
+            f"{what} ({len(keys)}): {listing(keys)}"
+            for what, keys in (("missing", missing), ("extra", extra), ("misshapen", misshapen))
+            if keys
+        ]
+        raise ValueError(
+            f"{source} does not fit the model, nothing was loaded. "
+            + "; ".join(parts)
+            + ". Give the model (model.name_or_path) that it was trained from"
+        )
+    return fitted
+
+
+def load_archive_into(model, path, verify=True):
+    """Copies an archive's weights into an unsharded model, casting to its dtypes. Returns the number of tensors.
+
+    Raises ValueError (see read_state_dict and check_keys), the model then being unchanged.
+    """
+    kind, found = locate(path, verify)
+    state = read_state_dict(found, verify=False)
+    try:
+        state = check_keys(model, state, path)
+    except ValueError:
+        if kind != "hf" or not hasattr(model, "from_pretrained"):
+            raise
+        # transformers may have stored this architecture under other names or in other pieces; it knows the way back
+        theirs = type(model).from_pretrained(found, dtype="auto")
+        state = check_keys(model, theirs.state_dict(), path)
+    own = {clean_name(name): name for name in model.state_dict()}
+    model.load_state_dict({own[name]: tensor for name, tensor in state.items()}, strict=True)
+    return len(state)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _plain_config(model):
+    """Lends the model a config and a generation config that describe plain, unquantised weights."""
+    original, quantizer = (model.config, model.generation_config), vars(model).pop("hf_quantizer", None)
+    config, generation = copy.deepcopy(original[0]), copy.deepcopy(original[1])
+    for key in ("quantization_config", "distributed_config"):
+        if hasattr(config, key):
+            delattr(config, key)
+    try:
+        if generation is not None:
+            try:
+                generation.validate(strict=True)
+            except ValueError:  # a temperature with do_sample false, as many models carry, is refused on saving
+                generation.do_sample = True
+        model.config, model.generation_config = config, generation
+        yield
+    finally:
+        model.config, model.generation_config = original
+        if quantizer is not None:
+            model.hf_quantizer = quantizer
+
+
+def write_hf_folder(model, state, tokenizer, folder):
+    """Writes a folder that opens with AutoModelForCausalLM and AutoTokenizer, in the dtype of the model and the state.
+
+    `model` gives the names and the config (it may be sharded or on the meta device), `state` {name: full CPU tensor}
+    the weights; `tokenizer` may be None. Touches no other process.
+    """
+    if not hasattr(model, "save_pretrained"):
+        raise ValueError(
+            f"a {type(model).__name__} is no transformers model and has no Hugging Face form: "
+            "leave 'hf' out of checkpoint.formats"
+        )
+    from transformers.utils import logging
+
+    bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with _plain_config(model):
+            model.save_pretrained(folder, state_dict=dict(state))
+    finally:
+        logging.enable_progress_bar() if bar else None
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    for file in Path(folder).glob("*.safetensors"):  # safetensors makes them readable by their owner only
+        shutil.copymode(Path(folder) / "config.json", file)

@@ -1,0 +1,400 @@
+"""Rows from local files: json, json lines (also gzipped), csv, parquet, and folders written by `datasets`.
+
+Every reader is a generator, so that memory does not grow with the file (a json array is the exception: it is read
+whole), and yields `(number, row)` with the line or row number that an error message should name. Nothing here can
+run code: there is no pickle, no loading script, and a folder's own metadata may not point outside that folder.
+Whatever is wrong with a file ends as a ValueError that names the file, the place and the fault.
+"""
+
+import csv
+import gzip
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+DATA_SUFFIXES = (
+    ".jsonl.gz",
+    ".json.gz",
+    ".ndjson.gz",
+    ".csv.gz",
+    ".jsonl",
+    ".ndjson",
+    ".json",
+    ".csv",
+    ".parquet",
+    ".arrow",
+)
+METADATA_FILES = {
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+    "config.json",
+    "package.json",
+}
+# Words in a file's name (or its folder's) that say which split it belongs to, best first.
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "test": ("test", "validation", "valid", "val", "dev", "eval", "evaluation"),
+}
+
+
+def data_suffix(path) -> str:
+    """The data suffix of a path, or '' when it is no data file."""
+    name = Path(path).name.lower()
+    return next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), "")
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a data set's name can only be meant as a path."""
+    return name.startswith(("/", "./", "../", "~", ".\\", "..\\")) or bool(data_suffix(name)) or "\\" in name
+
+
+def find_split_files(path, split: str) -> tuple[list[Path], bool]:
+    """The files of `split` ('train' or 'test') under `path`, in a fixed order, and whether they are that split alone.
+
+    (files, False) means that the files hold everything and the caller has to hold out the test part by itself.
+    Raises ValueError when there is nothing to read.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ValueError(
+            f"{path}: no such file or folder. Give a data file ({', '.join(DATA_SUFFIXES)}) or a folder "
+            f"that holds train and test files"
+        )
+    if path.is_file():
+        if not data_suffix(path):
+            raise ValueError(f"{path}: not a data file by its name; known are {', '.join(DATA_SUFFIXES)}")
+        return [path], False
+    by_split: dict[str, list[Path]] = {}
+    for file in _data_files(path):
+        by_split.setdefault(_split_word(file.relative_to(path)), []).append(file)
+    if not by_split:
+        raise ValueError(f"{path}: no data file in this folder; known are {', '.join(DATA_SUFFIXES)}")
+    train = _first_present(by_split, "train")
+    test = _first_present(by_split, "test")
+    if not train and not test:
+        return by_split[""], False
+    if split == "train" and not train:
+        raise ValueError(f"{path}: holds test files only ({test[0].name}, ...), none whose name says train")
+    if split == "test" and not test:
+        return train, False
+    # Without a test file the training files are split further, so train must leave the same part out.
+    return (train, bool(test)) if split == "train" else (test, True)
+
+
+def _first_present(by_split, split) -> list[Path]:
+    return next((by_split[word] for word in SPLIT_WORDS[split] if word in by_split), [])
+
+
+def _split_word(relative: Path) -> str:
+    """The split word in a relative path; the file's own name counts before its folders'."""
+    for part in reversed(relative.parts):
+        words = re.split(r"[^a-z]+", part.lower())
+        for split_words in SPLIT_WORDS.values():
+            for word in split_words:
+                if word in words:
+                    return word
+    return ""
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """Data files below `folder`, sorted; a folder that `datasets` saved lists its own files."""
+    files = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        if "state.json" in names:
+            files += _saved_dataset_files(Path(root))
+            continue
+        files += [
+            Path(root) / name
+            for name in names
+            if data_suffix(name) and name not in METADATA_FILES and not name.startswith(".")
+        ]
+    return sorted(files)
+
+
+def _saved_dataset_files(folder: Path) -> list[Path]:
+    """The arrow files that a `save_to_disk` folder says it consists of."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        names = [entry["filename"] for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{folder / 'state.json'}: not the state of a saved `datasets` folder ({error!r})") from error
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise ValueError(
+            f"{folder}: saved with an indices file by an old `datasets`; save it again with "
+            f"dataset.flatten_indices().save_to_disk(...)"
+        )
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\]", name):
+            raise ValueError(f"{folder / 'state.json'}: names {name!r}, which is not a file of this folder")
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name}: missing, though state.json names it")
+    return [folder / name for name in names]
+
+
+def place(file, number) -> str:
+    """How messages name a row: 'FILE, line 12' for line formats and 'FILE, row 12' for the others."""
+    word = "line" if data_suffix(file).removesuffix(".gz") in (".jsonl", ".ndjson", ".csv") else "row"
+    return f"{file}, {word} {number}"
+
+
+def read_rows(file, wanted=None):
+    """Yields (number from 1, row as a dict) of one data file.
+
+    wanted: names of the columns of interest; columnar formats read no others. Raises ValueError on any fault.
+    """
+    file = Path(file)
+    suffix = data_suffix(file)
+    kind = suffix.removesuffix(".gz").lstrip(".")
+    reader = {
+        "jsonl": _read_json_lines,
+        "ndjson": _read_json_lines,
+        "json": _read_json,
+        "csv": _read_csv,
+        "parquet": _read_parquet,
+        "arrow": _read_arrow,
+    }[kind]
+    try:
+        if kind in ("parquet", "arrow"):
+            yield from reader(file, wanted)
+        else:
+            with (gzip.open if suffix.endswith(".gz") else open)(file, "rb") as stream:
+                yield from reader(file, stream)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{file}: broken gzip file ({error})") from error
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error})") from error
+
+
+def _read_json_lines(file, stream):
+    for number, line in enumerate(stream, 1):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if line.strip():
+            yield number, _json_object(file, number, line)
+
+
+def _json_object(file, number, line: bytes) -> dict:
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"{place(file, number)}: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{place(file, number)}: expected a JSON object with columns, got {describe(row)}")
+    return row
+
+
+def parse_json(data: bytes):
+    """json.loads whose every failure is a ValueError that says what is wrong with the text."""
+    try:
+        return json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text ({error.reason} at byte {error.start}); save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise ValueError(f"invalid JSON ({error.msg} at {at})") from error
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"invalid JSON ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _read_json(file, stream):
+    """A .json file: one array of objects, an object that holds such an array under data, rows or a split, or lines."""
+    data = stream.read().removeprefix(b"\xef\xbb\xbf")
+    lines = data.split(b"\n")
+    filled = [number for number, line in enumerate(lines) if line.strip()]
+    if filled and lines[filled[0]].lstrip().startswith(b"{") and _is_json(lines[filled[0]]):
+        # The first line is a whole object: JSON lines under another name, or a single object.
+        first = json.loads(lines[filled[0]])
+        if len(filled) > 1 or not _rows_inside(first):
+            for number in filled:
+                yield number + 1, _json_object(file, number + 1, lines[number])
+            return
+    if not filled:
+        return
+    del lines
+    try:
+        whole = parse_json(data)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    rows = whole if isinstance(whole, list) else _rows_inside(whole)
+    if rows is None:
+        raise ValueError(
+            f"{file}: expected an array of objects, JSON lines, or an object holding an array under "
+            f"'data' or 'rows'; got {describe(whole)}"
+        )
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{place(file, number)}: expected an object with columns, got {describe(row)}")
+        yield number, row
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _rows_inside(value):
+    if isinstance(value, dict):
+        for key in ("data", "rows"):
+            if isinstance(value.get(key), list):
+                return value[key]
+    return None
+
+
+def _read_csv(file, stream):
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # long answers are no reason to fail
+
+    def text_lines():
+        for number, line in enumerate(stream, 1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{file}, line {number}: not UTF-8 text ({error.reason}); save the file as UTF-8"
+                ) from error
+
+    reader = csv.reader(text_lines(), strict=True)
+    header = None
+    try:
+        for cells in reader:
+            if header is None:
+                header = cells
+                if len(set(header)) < len(header):
+                    raise ValueError(f"{file}, line 1: two columns of the same name in the header {header}")
+                continue
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                raise ValueError(f"{file}, line {reader.line_num}: {len(cells)} cells under {len(header)} columns")
+            yield reader.line_num, dict(zip(header, cells))
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {reader.line_num}: invalid CSV ({error})") from error
+
+
+def _read_parquet(file, wanted):
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as source:
+            names = source.schema_arrow.names
+            columns = [name for name in names if wanted is None or name in wanted] or names
+            yield from _arrow_rows(source.iter_batches(batch_size=256, columns=columns))
+    except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError, KeyError) as error:
+        raise ValueError(f"{file}: cannot be read as parquet ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _read_arrow(file, wanted):
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(file)) as source:
+            try:
+                batches = pyarrow.ipc.open_stream(source)
+            except pyarrow.ArrowInvalid:  # the file flavour of the format ends in a footer
+                source.seek(0)
+                opened = pyarrow.ipc.open_file(source)
+                batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
+            yield from _arrow_rows(_select(batches, wanted))
+    except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError, KeyError) as error:
+        raise ValueError(f"{file}: cannot be read as arrow ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _select(batches, wanted):
+    for batch in batches:
+        names = batch.schema.names
+        batch = batch.select([name for name in names if wanted is None or name in wanted] or names)
+        for start in range(0, batch.num_rows, 256):
+            yield batch.slice(start, 256)
+
+
+def _arrow_rows(batches):
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield number, row
+
+
+def describe(value) -> str:
+    """A value as an error message shows it: its kind, and the start of it."""
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, float) and value != value:
+        return "NaN (a number)"
+    kind = {
+        str: "text",
+        bool: "a true/false value",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+    }.get(type(value), f"a {type(value).__name__}")
+    shown = ascii(value) if not isinstance(value, (list, dict)) else f"{len(value)} entries"
+    return f"{kind} ({shown if len(shown) <= 60 else shown[:57] + '...'})"
+
+
+def fingerprint_files(files, memory: Path | None) -> str:
+    """A digest of the files' contents, in order.
+
+    memory: a folder that remembers digests by (path, size, times, inode), so that a file is read once; None or an
+    unwritable one costs a read of the files at every start.
+    """
+    total = hashlib.blake2b(digest_size=16)
+    for file in files:
+        total.update(data_suffix(file).encode() + _file_digest(Path(file), memory))
+    return total.hexdigest()
+
+
+def _file_digest(file: Path, memory: Path | None) -> bytes:
+    try:
+        status = file.stat()
+        identity = [str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        note = None
+        if memory is not None:
+            note = memory / (
+                hashlib.blake2b(identity[0].encode("utf-8", "surrogatepass"), digest_size=12).hexdigest() + ".json"
+            )
+            known = _remembered(note, identity)
+            if known:
+                return known
+        digest = hashlib.blake2b(digest_size=16)
+        with open(file, "rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error})") from error
+    # A file changed within the clock's grain would keep its times, so only one at rest is remembered.
+    if note is not None and time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > 2_000_000_000:
+        _remember(note, identity, digest.hexdigest())
+    return digest.digest()
+
+
+def _remembered(note: Path, identity) -> bytes | None:
+    try:
+        known = json.loads(note.read_text(encoding="utf-8"))
+        return bytes.fromhex(known["digest"]) if known["file"] == identity else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _remember(note: Path, identity, digest: str):
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=note.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump({"file": identity, "digest": digest}, stream)
+        os.replace(temporary, note)
+    except (OSError, UnicodeError):
+        pass  # remembering is a convenience: without it the file is hashed again

@@ -1,0 +1,403 @@
+"""Prompt groups (text) -> TokenizedDataset: token ids in memory-mapped arrays, made once and cached by content.
+
+The rules (each has a test):
+- prompt + response is encoded whole and split where the prompt ends. Where the tokenizer merges across that boundary,
+  the prompt is the longest token prefix that the prompt alone and every prompt + response share.
+- at most one BOS, where the tokenizer itself would add one; exactly one EOS at a response's end (in a conversation, the
+  chat template's own end-of-turn token). Text that looks like a control token is text.
+- a group whose prompt + longest response exceeds max_length has its prompt cut to max_prompt_length (its end or its
+  start stays; BOS and the assistant's header always do), then each response gets all the rest of max_length. A response
+  that was cut has no EOS.
+"""
+
+import atexit
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+from array import array
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from data import token_cache
+from data.row_formats import PromptGroup
+from data.text_encoding import Layout, TextEncoder, common_length, read_chat_template, tokenizer_threads
+from data.token_cache import ArrayFile, CacheWriteError
+from data.workers import ordered_map, worker_count
+from preference_datasets import Source, cache_folder, open_source, setting
+
+FORMAT = 1  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
+CHUNK = 256  # groups that are encoded in one call
+ARRAYS = {
+    "tokens": (np.int32, ()),
+    "segment_starts": (np.int64, ()),
+    "group_starts": (np.int64, ()),
+    "examples": (np.int32, (3,)),
+    "rows": (np.int64, ()),
+    "truncated": (np.bool_, ()),
+}
+
+
+class TokenizedDataset:
+    """The prompt groups of one data set's split, as tokens.
+
+    A group's trees lie one after another: its prompt, then its responses.
+        tokens          int32 [n_tokens]
+        segment_starts  int64 [n_segments + 1]  where each segment's tokens start
+        group_starts    int64 [n_groups + 1]    the segment that is each group's prompt
+        examples        int32 [n_examples, 3]   (group, chosen, rejected): response numbers inside the group;
+                                                SFT: (group, 0, -1)
+        rows            int64 [n_groups]        the source row, for messages
+        truncated       bool  [n_responses]     cut at max_length, so without an EOS
+    key: a digest of all tokens and the structure. counts: what was read, kept, cut and dropped. notices: what the user
+    should be told once.
+    """
+
+    def __init__(self, folder, name: str, split: str):
+        self.folder, self.name, self.split = Path(folder), name, split
+        manifest = token_cache.read_manifest(self.folder)
+        self.key: str = manifest["content"]
+        self.counts: dict[str, int] = manifest["counts"]
+        self.notices: list[str] = list(manifest["notices"])
+        for array_name in ARRAYS:
+            setattr(self, array_name, token_cache.open_array(self.folder, f"{array_name}.npy"))
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @property
+    def n_examples(self) -> int:
+        return len(self.examples)
+
+    @property
+    def n_groups(self) -> int:
+        return len(self.group_starts) - 1
+
+    @property
+    def n_responses(self) -> int:
+        return len(self.segment_starts) - 1 - self.n_groups
+
+    def n_group_responses(self, group: int) -> int:
+        return int(self.group_starts[group + 1] - self.group_starts[group]) - 1
+
+    def _segment(self, segment: int) -> np.ndarray:
+        return self.tokens[self.segment_starts[segment] : self.segment_starts[segment + 1]]
+
+    def prompt(self, group: int) -> np.ndarray:
+        """int32 [n]: the prompt's tokens, never empty."""
+        return self._segment(self.group_starts[group])
+
+    def response(self, group: int, index: int) -> np.ndarray:
+        """int32 [n]: the tokens of a response, never empty."""
+        assert 0 <= index < self.n_group_responses(group)
+        return self._segment(self.group_starts[group] + 1 + index)
+
+    def response_id(self, group: int, index: int) -> int:
+        """The number of a response in the whole data set, 0 .. n_responses - 1."""
+        return int(self.group_starts[group]) - group + index
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of a group stays. Lengths in tokens."""
+
+    max_length: int
+    max_prompt_length: int
+    truncation: str = "keep_end"
+    on_overlong: str = "truncate"
+
+
+@dataclass
+class TokenGroup:
+    """A tokenised prompt group; every response occurs in a pair (SFT: there is one response and no pair)."""
+
+    prompt: list[int]
+    responses: list[list[int]]
+    pairs: list[tuple[int, int]]
+    truncated: list[bool]
+    row: int
+
+
+def load_tokenized(name: str, split: str, tokenizer, config, sft: bool, progress=None) -> TokenizedDataset:
+    """The split of a data set as tokens: from the cache when nothing that matters changed, else made and cached.
+
+    config: needs max_length, max_prompt_length and the `data` section. progress: Reporter.progress or anything alike,
+    called as progress(total, description, unit) for a context manager with update(n).
+    Raises ValueError for data that cannot be read or of which no example is left.
+    """
+    limits = Limits(
+        int(setting(config, "max_length", 512)),
+        int(setting(config, "max_prompt_length", 256)),
+        on_overlong=setting(config, "data.on_overlong", "truncate"),
+    )
+    source = open_source(name, split, config, sft)
+    limits = Limits(limits.max_length, limits.max_prompt_length, source.truncation, limits.on_overlong)
+    encoder = TextEncoder(tokenizer, read_chat_template(setting(config, "data.chat_template")))
+    identity = [FORMAT, source.fingerprint, encoder.digest(), bool(sft), vars(limits)]
+    key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+    parent = cache_folder(config)
+    label = re.sub(r"[^\w.-]+", "_", name).strip("._")[-40:] or "data"
+    final = parent / f"{label}-{split}-{key}"
+    problem = token_cache.why_unusable(final, {"format": FORMAT, "key": key})
+    if problem is None:
+        return _opened(final, name, split)
+    notice = [f"the token cache {final} is not usable, so it is made again: {problem}"] if problem else []
+
+    def make(folder: Path) -> Path:
+        return _write(
+            source, encoder, limits, sft, key, folder, final.name, progress, setting(config, "data.num_workers")
+        )
+
+    try:
+        folder = make(parent)
+    except CacheWriteError as error:
+        notice.append(
+            f"the token cache {parent} cannot be written ({error.strerror or error}): tokens go into a "
+            f"temporary folder for this run; data.cache_dir names another"
+        )
+        temporary = Path(tempfile.mkdtemp(prefix="tokens-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        try:
+            folder = make(temporary)
+        except CacheWriteError as second:
+            raise ValueError(
+                f"tokens can be written neither to {parent} ({error}) nor to {temporary} ({second}); free "
+                f"some space, or name a folder with data.cache_dir"
+            ) from second
+    dataset = _opened(folder, name, split)
+    dataset.notices = notice + dataset.notices
+    return dataset
+
+
+def _opened(folder: Path, name: str, split: str) -> TokenizedDataset:
+    dataset = TokenizedDataset(folder, name, split)
+    if not len(dataset):
+        shown = ", ".join(f"{reason} {number}" for reason, number in dataset.counts.items() if number)
+        message = f"data set {name}: no example is left in the {split} split ({shown or 'no rows'})"
+        if split == "train":
+            raise ValueError(message)
+        dataset.notices.append(message)
+    return dataset
+
+
+def _write(source: Source, encoder, limits, sft, key, parent: Path, label, progress, workers) -> Path:
+    """Tokenises a source into a new folder of `parent`; returns the published folder."""
+    folder = token_cache.new_folder(parent, label)
+    files = {}
+    try:
+        for name, (dtype, row) in ARRAYS.items():
+            files[name] = ArrayFile(folder / f"{name}.npy", dtype, row)
+        counts = Counter()
+        for chunk in tokenized_chunks(source, encoder, limits, sft, counts, progress, workers):
+            _append(files, chunk)
+        files["segment_starts"].append([files["tokens"].length])
+        files["group_starts"].append([files["segment_starts"].length - 1])
+        manifest_files = {f"{name}.npy": file.close() for name, file in files.items()}
+        content = hashlib.blake2b(
+            json.dumps(
+                [
+                    [name, entry["digest"], entry["shape"]]
+                    for name, entry in sorted(manifest_files.items())
+                    if name not in ("rows.npy", "truncated.npy")
+                ]
+            ).encode(),
+            digest_size=16,
+        ).hexdigest()
+        counts.update(source.counts)
+        counts["pairs" if not sft else "examples"] = files["examples"].length
+        counts["tokens"] = files["tokens"].length
+        token_cache.write_manifest(
+            folder,
+            {
+                "format": FORMAT,
+                "key": key,
+                "content": content,
+                "name": source.name,
+                "split": source.split,
+                "counts": {name: int(number) for name, number in sorted(counts.items()) if number},
+                "notices": encoder.notices,
+                "files": manifest_files,
+            },
+        )
+        return token_cache.publish(folder, parent / label)
+    except BaseException:
+        for file in files.values():
+            file.abandon()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _append(files: dict[str, ArrayFile], groups: list[TokenGroup]):
+    tokens, lengths, sizes, examples = array("i"), [], [], []
+    first_group = files["group_starts"].length
+    for number, group in enumerate(groups, first_group):
+        for segment in (group.prompt, *group.responses):
+            tokens.extend(segment)
+            lengths.append(len(segment))
+        sizes.append(1 + len(group.responses))
+        examples += [(number, *pair) for pair in group.pairs] or [(number, 0, -1)]
+    starts = files["tokens"].length + np.concatenate(([0], np.cumsum(lengths)))[:-1] if lengths else []
+    group_starts = files["segment_starts"].length + np.concatenate(([0], np.cumsum(sizes)))[:-1] if sizes else []
+    files["tokens"].append(np.frombuffer(tokens, np.int32) if tokens else [])
+    files["segment_starts"].append(starts)
+    files["group_starts"].append(group_starts)
+    files["examples"].append(examples)
+    files["rows"].append([group.row for group in groups])
+    files["truncated"].append([cut for group in groups for cut in group.truncated])
+
+
+def tokenized_chunks(
+    source: Source,
+    encoder: TextEncoder,
+    limits: Limits,
+    sft: bool,
+    counts: Counter,
+    progress=None,
+    workers: int | None = None,
+):
+    """Yields lists of TokenGroup in the source's order; fills counts.
+
+    One thread reads and lays out the next chunk while the tokenizer, which needs no Python, works on the last one.
+    """
+    bar = progress(None, f"tokenising {source.name} {source.split}", "prompts") if progress else nullcontext()
+    encoder.counts.clear()
+    groups = source.groups()
+    work: deque = deque()  # what each chunk of texts that is being encoded belongs to
+
+    def laid_out():
+        while chunk := list(islice(groups, CHUNK)):
+            laid = [_laid_out(group, encoder, sft, source, counts) for group in chunk]
+            laid = [each for each in laid if each]
+            work.append((len(chunk), laid))
+            yield [layout for _, layout, _ in laid]
+
+    with tokenizer_threads(workers), bar as shown:
+        if encoder.is_fast:
+            encoded = _one_ahead(encoder.encode_layouts, laid_out())
+        else:
+            encoded = ordered_map(TextEncoder.encode_layouts, laid_out(), worker_count(workers), encoder)
+        for all_ids in encoded:
+            read, laid = work.popleft()
+            done = [
+                _fitted(group, layout, pairs, ids, encoder, limits, counts)
+                for (group, layout, pairs), ids in zip(laid, all_ids)
+            ]
+            yield [group for group in done if group is not None]
+            if shown is not None:
+                shown.update(read)
+    counts.update(encoder.counts)
+
+
+def _one_ahead(function, items):
+    """Yields function(item) for every item, computed in a thread while the next item is made ready."""
+    with ThreadPoolExecutor(1) as thread:
+        running = None
+        for item in items:
+            following = thread.submit(function, item)
+            if running:
+                yield running.result()
+            running = following
+        if running:
+            yield running.result()
+
+
+def _laid_out(group: PromptGroup, encoder: TextEncoder, sft: bool, source: Source, counts: Counter):
+    """(group, layout, pairs into the layout's responses), or None for a group that this loss has no use for."""
+    if sft:
+        if group.sft_target is None:
+            counts["dropped_no_sft_target"] += 1
+            return None
+        responses, pairs = [group.sft_target], []
+    else:
+        used = sorted({index for pair in group.pairs for index in pair})
+        if not used:
+            counts["dropped_no_pair"] += 1
+            return None
+        place = {index: number for number, index in enumerate(used)}
+        responses = [group.responses[index] for index in used]
+        pairs = [(place[chosen], place[rejected]) for chosen, rejected in group.pairs]
+    try:
+        return group, encoder.lay_out(group, responses), pairs
+    except ValueError as error:
+        raise ValueError(f"data set {source.name}, row {group.row}: {error}") from error
+
+
+def _fitted(
+    group: PromptGroup, layout: Layout, pairs, ids, encoder: TextEncoder, limits: Limits, counts: Counter
+) -> TokenGroup | None:
+    """Splits, ends and cuts one group's tokens; None when nothing of it is left."""
+    prompt_ids, *fulls = ids
+    length = min(common_length(prompt_ids, full) for full in fulls)
+    if length < len(prompt_ids):
+        counts["merged_boundaries"] += 1
+    responses = [full[length:] + ([] if layout.terminated else [encoder.eos_id]) for full in fulls]
+    prefix = [] if layout.markers else encoder.prefix
+    prompt = prefix + prompt_ids[:length]
+    if not prompt:
+        # The first response token needs something before it: what the model takes for the start of a text.
+        bos = encoder.tokenizer.bos_token_id
+        prompt = prefix = [encoder.eos_id if bos is None else int(bos)]
+        counts["empty_prompts"] += 1
+    alive = [True] * len(responses)
+    truncated = [False] * len(responses)
+    longest = max(map(len, responses))
+    if len(prompt) + longest > limits.max_length:
+        if limits.on_overlong == "error":
+            raise ValueError(
+                f"row {group.row}: prompt of {len(prompt)} + response of {longest} tokens exceed "
+                f"max_length={limits.max_length}; raise it, or set data.on_overlong to truncate or drop"
+            )
+        if limits.on_overlong == "drop":
+            alive = [len(prompt) + len(response) <= limits.max_length for response in responses]
+        else:
+            if len(prompt) > limits.max_prompt_length:
+                header = max(encoder.header_tokens(layout, prompt_ids) - (len(prompt_ids) - length), 0)
+                prompt = cut_prompt(prompt, limits, _kept_start(prompt, prefix, encoder), header)
+                counts["prompts_cut"] += 1
+            room = max(limits.max_length - len(prompt), 0)
+            truncated = [len(response) > room for response in responses]
+            responses = [response[:room] for response in responses]
+            alive = [bool(response) for response in responses]
+            counts["responses_cut"] += sum(cut and left for cut, left in zip(truncated, alive))
+    reason = "dropped_overlong" if limits.on_overlong == "drop" else "dropped_no_room"
+    if pairs:
+        kept = [pair for pair in pairs if alive[pair[0]] and alive[pair[1]]]
+        counts[reason] += len(pairs) - len(kept)
+        differing = [pair for pair in kept if responses[pair[0]] != responses[pair[1]]]
+        counts["dropped_identical_tokens"] += len(kept) - len(differing)
+        used = sorted({index for pair in differing for index in pair})
+        place = {index: number for number, index in enumerate(used)}
+        pairs = [(place[chosen], place[rejected]) for chosen, rejected in differing]
+    else:
+        used = [index for index, living in enumerate(alive) if living]
+        counts[reason] += len(alive) - len(used)
+    if not used:
+        return None
+    return TokenGroup(
+        prompt, [responses[index] for index in used], pairs, [truncated[index] for index in used], group.row
+    )
+
+
+def _kept_start(prompt: list[int], prefix: list[int], encoder: TextEncoder) -> int:
+    """How many tokens at the prompt's start are no text: the BOS, added by the tokenizer or by the template."""
+    if prefix:
+        return len(prefix)
+    bos = encoder.tokenizer.bos_token_id
+    # Some templates use the BOS as a turn's mark; one that occurs again is such a mark.
+    return int(prompt[0] == bos and (encoder.prefix == [bos] or prompt.count(bos) == 1))
+
+
+def cut_prompt(prompt: list[int], limits: Limits, start: int, header: int) -> list[int]:
+    """Cuts a prompt to max_prompt_length; its first `start` and last `header` tokens stay in any case."""
+    room = max(limits.max_prompt_length - start, header)
+    if limits.truncation == "keep_end":
+        return prompt[:start] + (prompt[len(prompt) - room :] if room else [])
+    body, tail = prompt[start : len(prompt) - header], prompt[len(prompt) - header :]
+    return prompt[:start] + body[: room - header] + tail

