@@ -25,8 +25,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
-from page.formatting import SHORT_NAMES, console_line, duration, excerpt, on_terminal, printable, short
-from page.wandb_run import WandbRun
+from report.formatting import SHORT_NAMES, console_line, duration, excerpt, on_terminal, printable, short
+from report.wandb_run import WandbRun
 from tqdm import tqdm
 
 from utils import peak_memory, read_json_lines

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from page.charts import MOST_POINTS, Series, chart, thin
-from page.page import changed_settings, write_report
+from report.charts import MOST_POINTS, Series, chart, thin
+from report.page import changed_settings, write_report
 
 from report import page
 
