@@ -20,7 +20,7 @@ import yaml
 
 from report.charts import Series, chart, legend
 from report.formatting import duration, metric_dataset, short, well_formed
-from utils import read_json_lines
+from utils import PROJECT_DIR, read_json_lines
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -461,7 +461,7 @@ def settings(run: Run) -> str:
 
 
 def changed_settings(
-    config: dict[str, Any], config_dir: str = os.path.join(HERE, "config")
+    config: dict[str, Any], config_dir: str = os.path.join(PROJECT_DIR, "config")
 ) -> list[tuple[str, Any, Any]]:
     """(key, value, default) of the settings that are not the defaults. The default of a config group is the option in
     it that the run is nearest to: choosing loss=dpo is shown as that one line, and then only what differs from

@@ -25,10 +25,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
-from report.formatting import SHORT_NAMES, console_line, duration, excerpt, on_terminal, printable, short
-from report.wandb_run import WandbRun
 from tqdm import tqdm
 
+from report.formatting import SHORT_NAMES, console_line, duration, excerpt, on_terminal, printable, short
+from report.wandb_run import WandbRun
 from utils import peak_memory, read_json_lines
 
 PLAIN_INTERVAL = 60.0  # seconds of silence, after which a long loop without a bar says how far it is

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from report.charts import MOST_POINTS, Series, chart, thin
-from report.page import changed_settings, write_report
 
 from report import page
+from report.charts import MOST_POINTS, Series, chart, thin
+from report.page import changed_settings, write_report
 
 EVIL = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
 
