@@ -138,7 +138,6 @@ def make_run_folder(config: DictConfig) -> str:
     recorded = config.copy()
     recorded.resume = None
     path = os.path.join(run_dir, "config.yaml")
-    temporary = f"{path}.{os.getpid()}.tmp"
     try:
         if config.resume is not None:
             step_folders.lock(run_dir).close()  # a live run's settings are not to be touched
@@ -146,33 +145,16 @@ def make_run_folder(config: DictConfig) -> str:
             recorded.local_run_dir = before.get("local_run_dir")
             if before == recorded:
                 return run_dir
-        OmegaConf.save(recorded, temporary)
-        if config.resume is not None or not _claim(temporary, path):
-            os.replace(temporary, path)  # whole or not at all: a run is resumed by this file
+        # Whole or not at all, since a run is resumed by this file; of two runs that start in one folder in the same
+        # instant, it gives the folder to one.
+        utils.write_atomically(path, OmegaConf.to_yaml(recorded).encode(), replace=config.resume is not None)
+    except FileExistsError:
+        raise ValueError(
+            f"{run_dir}: another run has just begun in this folder; name another one with local_run_dir=..."
+        ) from None
     except OSError as error:
         raise ValueError(f"the run folder {run_dir} cannot be written: {error.strerror}") from error
     return run_dir
-
-
-def _claim(temporary: str, path: str) -> bool:
-    """Give the folder to the one of two runs that start in it in the same instant which links the file first. Whether
-    that was possible: some file systems have no links.
-
-    Raises:
-        ValueError: the other one did.
-    """
-    try:
-        os.link(temporary, path)
-        os.unlink(temporary)
-        return True
-    except FileExistsError:
-        os.unlink(temporary)
-        raise ValueError(
-            f"{os.path.dirname(path)}: another run has just begun in this folder; name another one with "
-            "local_run_dir=..."
-        ) from None
-    except OSError:
-        return False
 
 
 def discard_unused(run_dir: str) -> None:

@@ -1,19 +1,26 @@
-"""Small helpers without policy: the world of processes, random seeds, and the folders that runs live in.
+"""Small helpers without policy: the world of processes, random seeds, run folders, and files that are written whole.
 
 torch is imported inside the functions that need it, so that a mistake in the settings is reported before it loads.
 """
 
+import contextlib
+import errno
 import getpass
 import hashlib
 import json
 import os
 import re
+import secrets
+import shutil
 import socket
 import sys
 import threading
 import time
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from typing import BinaryIO
 
 PROJECT_DIR = os.path.dirname(os.path.abspath(__file__))
 
@@ -188,9 +195,6 @@ def die_with_parent(parent: int = 0) -> None:
         os._exit(1)
 
 
-# ---- Folders --------------------------------------------------------------------------------------------------------
-
-
 def keep_freed_memory() -> None:
     """Have the C library keep the memory of freed tensors for the next ones, instead of giving it back each time.
 
@@ -206,6 +210,9 @@ def keep_freed_memory() -> None:
         largest = 2**31 - 1  # the values are C ints
         library.mallopt(-3, largest)  # M_MMAP_THRESHOLD
         library.mallopt(-1, largest)  # M_TRIM_THRESHOLD
+
+
+# ---- Folders --------------------------------------------------------------------------------------------------------
 
 
 def get_local_dir(prefixes) -> str:
@@ -249,6 +256,146 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # containers run under user ids that have no name
         return f"uid-{os.getuid()}"
+
+
+# ---- Files: whole or not at all --------------------------------------------------------------------------------------
+
+
+def temporary_beside(path) -> str:
+    """A new name beside `path` for something unfinished. It names this host and process: see remove_leftovers."""
+    return f"{os.fspath(path)}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+
+
+def write_atomically(
+    path, content: bytes | Callable[[BinaryIO], object], durable: bool = True, replace: bool = True
+) -> None:
+    """Write a file such that other processes, and whoever comes after a kill, find the old content or the new, whole.
+
+    Args:
+        content: the bytes, or a function that writes them into an open binary file.
+        durable: return only when the file and its name are on disk, where also a power cut cannot harm them.
+        replace: False leaves an existing file as it is and raises FileExistsError: of several writers one wins.
+    Raises:
+        OSError: it could not be written. `path` is as before, and nothing else is left in its folder.
+    """
+    temporary = temporary_beside(path)
+    try:
+        # Not tempfile.mkstemp, whose files nobody else may read: runs and caches can be shared.
+        with open(temporary, "xb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        if replace or not _linked(temporary, path):
+            os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        sync_folder(os.path.dirname(path) or ".")
+
+
+def _linked(temporary: str, path) -> bool:
+    """Give a file its final name unless that is taken (FileExistsError). False on a file system without links."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        if os.path.exists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path)) from None
+        return False
+    os.unlink(temporary)
+    return True
+
+
+def sync_folder(path) -> None:
+    """Force a folder's names to the disk. File systems that cannot (some network ones) are left alone."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(folder) -> None:
+    """Remove what killed processes left half-written under names of `temporary_beside` (or others in `.tmp`).
+
+    That is what belongs to a process of this host that is gone, and any file (not folder: those can take hours to
+    write) that is more than an hour old.
+    """
+    ours = re.compile(rf".*\.{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]+\.tmp")
+    for entry in list(os.scandir(folder)):
+        if not entry.name.endswith(".tmp"):
+            continue
+        with contextlib.suppress(OSError):  # another process removed it first
+            match = ours.fullmatch(entry.name)
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if match and not _is_running(int(match[1])):
+                shutil.rmtree(entry.path) if is_folder else os.unlink(entry.path)
+            elif not is_folder and time.time() - entry.stat(follow_symlinks=False).st_mtime > 3600:
+                os.unlink(entry.path)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # another user's
+    return True
+
+
+def hasher(algorithm: str = "blake2b"):
+    """An object with update(bytes) and hexdigest(), or None for an algorithm that this machine lacks.
+
+    blake2b (16 bytes): for what a cache is found by. xxh3_64 (several GB/s; xxhash comes with `datasets`, but a
+    checkpoint must be readable without it) and crc32 (about one GB/s): only against damage.
+    """
+    if algorithm == "blake2b":
+        return hashlib.blake2b(digest_size=16)
+    if algorithm == "crc32":
+        return _Crc32()
+    if algorithm == "xxh3_64":
+        with contextlib.suppress(ImportError):
+            import xxhash
+
+            return xxhash.xxh3_64()
+    return None
+
+
+class _Crc32:
+    value = 0
+
+    def update(self, data):
+        self.value = zlib.crc32(data, self.value)
+
+    def hexdigest(self):
+        return f"{self.value:08x}"
+
+
+def checksum(content: bytes | BinaryIO, algorithm: str = "blake2b") -> str | None:
+    """Hex digest of bytes, or of the rest of an open binary file; None for an algorithm that this machine lacks."""
+    total = hasher(algorithm)
+    if total is None:
+        return None
+    if isinstance(content, bytes):
+        total.update(content)
+    else:
+        while block := content.read(1 << 22):
+            total.update(block)
+    return total.hexdigest()
+
+
+# ---- Small parts -----------------------------------------------------------------------------------------------------
 
 
 def file_name(text: str) -> str:

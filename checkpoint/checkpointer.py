@@ -47,6 +47,7 @@ from torch.distributed.tensor import DTensor
 from checkpoint import step_folders
 from checkpoint.archives import InertReader, listing, named_tensors, write_hf_folder
 from checkpoint.step_folders import find_resumable, free_bytes, gigabytes, metric_mode  # noqa: F401
+from utils import sync_folder
 
 FORMATS = ("state", "policy", "hf")
 DEFAULT_BEST_METRIC = "loss/eval"
@@ -414,7 +415,7 @@ class Checkpointer:
             if replaced.exists():
                 os.rename(replaced, plan.final)
             raise
-        step_folders.fsync_folder(self.run_dir)
+        sync_folder(self.run_dir)
         _at("latest")
         step_folders.point_latest(self.run_dir, plan.final)
         _at("retention")

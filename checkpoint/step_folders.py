@@ -15,19 +15,14 @@ import os
 import re
 import shutil
 import time
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-try:  # several GB/s instead of about one; it comes with `datasets`, but a checkpoint must be readable without it
-    import xxhash
-except ImportError:  # pragma: no cover
-    xxhash = None
+import utils
 
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
 LOCK = ".lock"
-CHUNK = 1 << 22
 
 
 def free_bytes(path):
@@ -45,26 +40,8 @@ def gigabytes(n):
 # ---- checksums and manifests ----------------------------------------------------------------------------------------
 
 
-def _hasher(algorithm):
-    if algorithm == "xxh3_64" and xxhash is not None:
-        return xxhash.xxh3_64()
-    if algorithm == "crc32":
-        return _Crc32()
-    return None
-
-
-class _Crc32:
-    value = 0
-
-    def update(self, data):
-        self.value = zlib.crc32(data, self.value)
-
-    def hexdigest(self):
-        return f"{self.value:08x}"
-
-
 def best_algorithm():
-    return "xxh3_64" if xxhash is not None else "crc32"
+    return "xxh3_64" if utils.hasher("xxh3_64") is not None else "crc32"
 
 
 def checksum(path, algorithm=None, fsync=False):
@@ -72,27 +49,11 @@ def checksum(path, algorithm=None, fsync=False):
 
     An `algorithm` that this machine lacks gives a digest of None: the size can still be compared.
     """
-    hasher = _hasher(algorithm or best_algorithm())
     with open(path, "rb") as file:
         if fsync:
             os.fsync(file.fileno())
-        if hasher is not None:
-            while chunk := file.read(CHUNK):
-                hasher.update(chunk)
-        size = os.fstat(file.fileno()).st_size
-    return [size, hasher.hexdigest() if hasher is not None else None]
-
-
-def fsync_folder(path):
-    """Forces a folder's names to the disk. File systems without that notion (some network ones) are left alone."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(descriptor)
+        digest = utils.checksum(file, algorithm or best_algorithm())
+        return [os.fstat(file.fileno()).st_size, digest]
 
 
 def files_below(folder):
@@ -117,12 +78,9 @@ def write_manifest(folder, examples, metrics, files):
         "algorithm": best_algorithm(),
         "files": files,
     }
-    with open(folder / MANIFEST, "w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    for below in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
-        fsync_folder(below)
+    for below in [p for p in folder.rglob("*") if p.is_dir()]:
+        utils.sync_folder(below)
+    utils.write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())
 
 
 def read_manifest(folder):
@@ -205,9 +163,10 @@ def point_latest(run_dir, folder):
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        temporary.write_text(Path(folder).name + "\n")  # a file system without links
+        utils.write_atomically(run_dir / LATEST, (Path(folder).name + "\n").encode())  # a file system without links
+        return
     os.replace(temporary, run_dir / LATEST)
-    fsync_folder(run_dir)
+    utils.sync_folder(run_dir)
 
 
 def find_resumable(run_dir, notice=print):
@@ -256,7 +215,7 @@ def recover(run_dir):
     """
     touched = []
     for path in sorted(Path(run_dir).iterdir()):
-        if re.fullmatch(r"(step-\d+.*|LATEST|config\.yaml.*|report\.html)\.tmp", path.name):
+        if re.fullmatch(r"(step-\d+|LATEST|config\.yaml|report\.html)(\..+)?\.tmp", path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         elif re.fullmatch(r"step-\d+\.replaced", path.name):
             original = path.with_suffix("")

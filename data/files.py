@@ -13,10 +13,11 @@ import json
 import os
 import re
 import sys
-import tempfile
 import time
 import zlib
 from pathlib import Path
+
+from utils import checksum, write_atomically
 
 DATA_SUFFIXES = (
     ".jsonl.gz",
@@ -369,16 +370,14 @@ def _file_digest(file: Path, memory: Path | None) -> bytes:
             known = _remembered(note, identity)
             if known:
                 return known
-        digest = hashlib.blake2b(digest_size=16)
         with open(file, "rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+            digest = checksum(stream)
     except OSError as error:
         raise ValueError(f"{file}: cannot be read ({error})") from error
     # A file changed within the clock's grain would keep its times, so only one at rest is remembered.
     if note is not None and time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > 2_000_000_000:
-        _remember(note, identity, digest.hexdigest())
-    return digest.digest()
+        _remember(note, identity, digest)
+    return bytes.fromhex(digest)
 
 
 def _remembered(note: Path, identity) -> bytes | None:
@@ -392,9 +391,6 @@ def _remembered(note: Path, identity) -> bytes | None:
 def _remember(note: Path, identity, digest: str):
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=note.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump({"file": identity, "digest": digest}, stream)
-        os.replace(temporary, note)
+        write_atomically(note, json.dumps({"file": identity, "digest": digest}).encode(), durable=False)
     except (OSError, UnicodeError):
         pass  # remembering is a convenience: without it the file is hashed again

@@ -6,15 +6,14 @@ Writers fill a temporary folder beside it, sync it, and rename it; whoever comes
 whose sizes or checksums are not those of its manifest counts as absent.
 """
 
-import hashlib
 import json
 import os
 import shutil
-import socket
-import uuid
 from pathlib import Path
 
 import numpy as np
+
+from utils import checksum, hasher, remove_leftovers, sync_folder, temporary_beside, write_atomically
 
 HEADER_BYTES = 128  # of every .npy file, fixed so that the shape can be filled in at the end
 
@@ -29,7 +28,7 @@ class ArrayFile:
     def __init__(self, path: Path, dtype, row: tuple = ()):
         self.path, self.dtype, self.row = path, np.dtype(dtype), row
         self.length = 0
-        self._digest = hashlib.blake2b(digest_size=16)
+        self._digest = hasher()
         try:
             self._stream = open(path, "w+b")
             self._stream.write(b"\0" * HEADER_BYTES)
@@ -79,52 +78,28 @@ class ArrayFile:
             pass
 
 
-def new_folder(parent: Path, prefix: str) -> Path:
-    """A fresh temporary folder in `parent`, named so that the leftovers of a dead process can be told."""
+def new_folder(parent: Path, name: str) -> Path:
+    """A fresh temporary folder in `parent`, to be published as `name`; removes those that killed processes left."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        _sweep(parent)
-        folder = parent / f"{prefix}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        remove_leftovers(parent)
+        folder = Path(temporary_beside(parent / name))
         folder.mkdir()
         return folder
     except OSError as error:
         raise CacheWriteError(error.errno, str(error)) from error
 
 
-def _sweep(parent: Path):
-    """Removes temporary folders of processes of this host that are gone."""
-    for folder in parent.glob(f"*.tmp-{socket.gethostname()}-*"):
-        try:
-            process = int(folder.name.rsplit("-", 2)[1])
-            os.kill(process, 0)
-        except ProcessLookupError:
-            shutil.rmtree(folder, ignore_errors=True)
-        except (ValueError, OSError):
-            pass
-
-
-def _sync_folder(folder: Path):
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError:
-        pass  # not every file system can sync a folder; the checksums catch what that may lose
-
-
 def write_manifest(folder: Path, manifest: dict):
-    body = json.dumps(manifest, sort_keys=True)
-    checked = {"manifest": manifest, "digest": hashlib.blake2b(body.encode(), digest_size=16).hexdigest()}
+    checked = {"manifest": manifest, "digest": _digest_of(manifest)}
     try:
-        with open(folder / "manifest.json", "w", encoding="utf-8") as stream:
-            json.dump(checked, stream, indent=1, sort_keys=True)
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_atomically(folder / "manifest.json", json.dumps(checked, indent=1, sort_keys=True).encode())
     except OSError as error:
         raise CacheWriteError(error.errno, str(error)) from error
-    _sync_folder(folder)
+
+
+def _digest_of(manifest: dict) -> str:
+    return checksum(json.dumps(manifest, sort_keys=True).encode())
 
 
 def publish(temporary: Path, final: Path) -> Path:
@@ -132,7 +107,7 @@ def publish(temporary: Path, final: Path) -> Path:
     for _ in range(3):
         try:
             os.rename(temporary, final)
-            _sync_folder(final.parent)
+            sync_folder(final.parent)
             return final
         except OSError as error:
             if not final.exists():
@@ -140,7 +115,7 @@ def publish(temporary: Path, final: Path) -> Path:
         if not why_unusable(final):
             shutil.rmtree(temporary, ignore_errors=True)
             return final
-        aside = final.with_name(f"{final.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        aside = temporary_beside(final)
         try:
             os.rename(final, aside)
         except OSError:
@@ -153,8 +128,7 @@ def read_manifest(folder: Path) -> dict:
     """The manifest, checked against its own digest. Raises ValueError or OSError."""
     checked = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     manifest = checked["manifest"]
-    body = json.dumps(manifest, sort_keys=True)
-    if hashlib.blake2b(body.encode(), digest_size=16).hexdigest() != checked["digest"]:
+    if _digest_of(manifest) != checked["digest"]:
         raise ValueError("its manifest is damaged")
     return manifest
 
@@ -173,15 +147,12 @@ def why_unusable(folder: Path, expected: dict | None = None) -> str | None:
             size = path.stat().st_size
             if size != entry["bytes"]:
                 return f"{name} has {size} bytes instead of {entry['bytes']}"
-            digest = hashlib.blake2b(digest_size=16)
             with open(path, "rb") as stream:
                 shape, _, dtype = _read_header(stream)
                 if list(shape) != entry["shape"] or dtype.str != entry["dtype"]:
                     return f"{name} has another shape than its manifest says"
-                while block := stream.read(1 << 20):
-                    digest.update(block)
-            if digest.hexdigest() != entry["digest"]:
-                return f"the checksum of {name} is wrong"
+                if checksum(stream) != entry["digest"]:
+                    return f"the checksum of {name} is wrong"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"it cannot be read ({type(error).__name__}: {str(error)[:200]})"
     return None

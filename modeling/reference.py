@@ -12,16 +12,22 @@ import hashlib
 import io
 import math
 import os
-import secrets
 import time
-import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from modeling.generation import reshard_after_eval
-from utils import all_reduce_sum, broadcast_object, gather_objects, get_local_dir
+from utils import (
+    all_reduce_sum,
+    broadcast_object,
+    checksum,
+    gather_objects,
+    get_local_dir,
+    remove_leftovers,
+    write_atomically,
+)
 
 MAGIC = b"reference log-probs 1\n"
 
@@ -137,7 +143,7 @@ class ReferenceCache:
             return
         try:
             os.makedirs(self.folder, exist_ok=True)
-            self._sweep()
+            remove_leftovers(self.folder)
             for split, many in self.datasets.items():
                 for dataset, values in zip(many, self.values[split]):
                     if merge:
@@ -152,16 +158,6 @@ class ReferenceCache:
             )
             self.folder = None
 
-    def _sweep(self) -> None:
-        """Remove what killed jobs left half-written; a write takes seconds, so an hour old belongs to nobody."""
-        for name in os.listdir(self.folder):
-            path = os.path.join(self.folder, name)
-            try:
-                if name.endswith(".tmp") and time.time() - os.path.getmtime(path) > 3600:
-                    os.unlink(path)
-            except OSError:
-                pass  # another job did
-
     def _path(self, dataset) -> str:
         return os.path.join(self.folder, f"{dataset.key}.logps")
 
@@ -174,9 +170,7 @@ class ReferenceCache:
             with open(path, "rb") as file:
                 content = file.read()
             body = content[len(MAGIC) + 4 :]
-            intact = content.startswith(MAGIC) and content[len(MAGIC) : len(MAGIC) + 4] == zlib.crc32(body).to_bytes(
-                4, "big"
-            )
+            intact = content == MAGIC + _crc32(body) + body
             values = np.load(io.BytesIO(body), allow_pickle=False) if intact else None
             if values is not None and values.shape == nothing.shape and values.dtype == nothing.dtype:
                 return values
@@ -190,18 +184,11 @@ class ReferenceCache:
         buffer = io.BytesIO()
         np.save(buffer, values)
         body = buffer.getvalue()
-        # Not mkstemp, whose files nobody else may read: a cache folder can be shared.
-        temporary = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        try:
-            with open(temporary, "xb") as file:
-                file.write(MAGIC + zlib.crc32(body).to_bytes(4, "big") + body)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
-            raise
+        write_atomically(path, MAGIC + _crc32(body) + body)
+
+
+def _crc32(body: bytes) -> bytes:
+    return bytes.fromhex(checksum(body, "crc32"))
 
 
 class Reference:

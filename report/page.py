@@ -20,7 +20,7 @@ import yaml
 
 from report.charts import Series, chart, legend
 from report.formatting import duration, metric_dataset, short, well_formed
-from utils import PROJECT_DIR, read_json_lines
+from utils import PROJECT_DIR, read_json_lines, write_atomically
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -39,9 +39,7 @@ def write_report(run_dir: str, earlier: list[str] | None = None) -> str:
         raise ValueError(f"{run_dir} holds neither metrics.jsonl nor config.yaml: give the folder of a run")
     stages = [Run(folder) for folder in (earlier if earlier is not None else earlier_stages(run))]
     path = os.path.join(run_dir, "report.html")
-    with open(path + ".tmp", "w", encoding="utf-8") as file:
-        file.write(well_formed(page(run, stages)))
-    os.replace(path + ".tmp", path)
+    write_atomically(path, well_formed(page(run, stages)).encode(), durable=False)
     return path
 
 

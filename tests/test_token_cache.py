@@ -82,7 +82,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, gpt2, name, damage):
     after = load(tmp_path, [pair()], gpt2)
     assert trees(after) == expected and after.folder == folder
     assert any("not usable" in notice for notice in after.notices)
-    assert load(tmp_path, [pair()], gpt2).notices == [] and not list(folder.parent.glob("*.tmp-*"))
+    assert load(tmp_path, [pair()], gpt2).notices == [] and not list(folder.parent.glob("*.tmp"))
 
 
 def test_a_cache_of_another_version_is_not_used(tmp_path, gpt2, monkeypatch):
@@ -130,8 +130,8 @@ def test_a_malformed_row_leaves_nothing_behind(tmp_path, gpt2):
 def test_leftovers_of_dead_processes_are_swept(tmp_path, gpt2):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    stale = tmp_path / "cache" / f"x.tmp-{socket.gethostname()}-{gone.pid}-abc"
-    alive = tmp_path / "cache" / f"x.tmp-{socket.gethostname()}-{os.getpid()}-abc"
+    stale = tmp_path / "cache" / f"x.{socket.gethostname()}-{gone.pid}-abc.tmp"
+    alive = tmp_path / "cache" / f"x.{socket.gethostname()}-{os.getpid()}-abc.tmp"
     for folder in (stale, alive):
         folder.mkdir(parents=True)
     load(tmp_path, [pair()], gpt2)
@@ -157,7 +157,7 @@ def test_writers_at_the_same_time_agree(tmp_path):
     for process in processes:
         process.join(60)
     assert len(outcomes) == 1 and next(iter(outcomes))[1] == 200
-    assert not list((tmp_path / "cache").glob("*.tmp-*"))
+    assert not list((tmp_path / "cache").glob("*.tmp"))
 
 
 def test_a_test_split_without_rows_is_a_notice(tmp_path, gpt2):

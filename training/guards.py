@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from checkpoint.step_folders import metric_mode
-from utils import PROJECT_DIR, gather_objects
+from utils import PROJECT_DIR, gather_objects, write_atomically
 
 # What a scheduler takes for "try again later" (EX_TEMPFAIL of sysexits.h): the job was preempted, its state is saved.
 PREEMPTED = 75
@@ -209,9 +209,8 @@ class Heartbeat:
 
     def _write(self, row: dict) -> None:
         try:
-            with open(os.path.join(self.folder, f"rank-{self.rank}.tmp"), "w") as file:
-                json.dump(row, file)
-            os.replace(file.name, os.path.join(self.folder, f"rank-{self.rank}"))
+            path = os.path.join(self.folder, f"rank-{self.rank}")
+            write_atomically(path, json.dumps(row).encode(), durable=False)
         except OSError:
             pass  # a full disk must not end a run that could go on
 
@@ -232,7 +231,7 @@ class Heartbeat:
         except OSError:
             return
         for name in names:
-            number = name.removeprefix("rank-").removesuffix(".tmp")
+            number = name.removeprefix("rank-").partition(".")[0]  # half-written ones too
             if number.isdigit() and (int(number) == self.rank or int(number) >= self.size):
                 try:
                     os.unlink(os.path.join(self.folder, name))
