@@ -35,8 +35,9 @@ from modeling.generation import generate_samples, reshard_after_eval
 from modeling.loading import DTYPES
 from modeling.reference import Reference
 from parallel import launch
-from report.reporter import Meter, Reporter
+from report.reporter import Reporter
 from training.guards import EarlyStop, Heartbeat, MovementWatch, SignalWatch, offending_examples, write_down
+from training.meter import Meter
 from training.metrics import PREFERENCE_METRICS, SFT_METRICS, MetricAccumulator, preference_columns, sft_columns
 from utils import (
     World,
@@ -642,7 +643,12 @@ class BasicTrainer:
         """
         self.prepare()
         config, sampler = self.config, self.sampler
-        meter = Meter(self)
+        meter = Meter(
+            self.reporter.log,
+            interval=config.minimum_log_interval_secs,
+            data_ranks=self.data_ranks,
+            device=self.device,
+        )
         self.signals.deferred = True  # from here on there is something to save
         with self.reporter.progress(sampler.n_examples, "training", self.unit_name, initial=self.examples) as bar:
             if (
@@ -658,7 +664,7 @@ class BasicTrainer:
                 metrics = self.train_step(step)
                 self.step_number = step.number + 1
                 self.examples = sampler.examples_before(self.step_number)
-                meter.add(metrics, step)
+                meter.add(metrics, step, self.examples, self.updates)
                 bar.update(step.n_examples, **meter.rates())
             else:
                 self._between_steps(meter, last=True)

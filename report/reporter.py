@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from report.formatting import SHORT_NAMES, console_line, duration, excerpt, on_terminal, printable, short
 from report.wandb_run import WandbRun
-from utils import peak_memory, read_json_lines
+from utils import read_json_lines
 
 PLAIN_INTERVAL = 60.0  # seconds of silence, after which a long loop without a bar says how far it is
 
@@ -334,48 +334,6 @@ class SpikeWatch:
                     )
         self._remember(values)
         return marks
-
-
-class Meter:
-    """Averages of all steps since the last log line, and the rates beside them."""
-
-    def __init__(self, trainer):
-        self.trainer, self.interval = trainer, trainer.config.minimum_log_interval_secs
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what was gathered and start the clock: called after work that is not training."""
-        self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self.tokens = self.examples = 0
-        self.started = time.monotonic()
-
-    def add(self, metrics: dict[str, tuple[float, float]] | None, step) -> None:
-        """Take in a step, and log if the interval has passed."""
-        for name, (value, count) in (metrics or {}).items():
-            self.sums[name][0] += value
-            self.sums[name][1] += count
-        self.tokens += sum(batch.n_tokens for batch in step.micro_batches if batch is not None)
-        self.examples += step.n_examples
-        if time.monotonic() - self.started >= self.interval:
-            self.flush()
-
-    def rates(self) -> dict[str, float]:
-        seconds = max(time.monotonic() - self.started, 1e-9)
-        return {"tokens_per_second": self.tokens * self.trainer.data_ranks / seconds}
-
-    def flush(self) -> None:
-        """Log the averages of what was gathered, if anything was."""
-        if not self.examples:
-            return
-        seconds = max(time.monotonic() - self.started, 1e-9)
-        metrics = {name: value / count for name, (value, count) in self.sums.items() if count}
-        metrics["examples_per_second"] = self.examples / seconds
-        metrics["tokens_per_second"] = self.tokens * self.trainer.data_ranks / seconds
-        metrics["memory/peak_gb"] = peak_memory(self.trainer.device) / 1e9
-        metrics["counters/examples"] = self.trainer.examples
-        metrics["counters/updates"] = self.trainer.updates
-        self.trainer.reporter.log(metrics, self.trainer.examples, self.trainer.updates)
-        self.restart()
 
 
 class _JsonLines:
