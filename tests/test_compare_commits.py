@@ -47,7 +47,8 @@ def test_a_changed_number_is_found_in_the_step_where_it_first_shows(copy):
     assert "step 1: loss/eval" in done.stdout and "1 of 1 cases differ" in done.stdout
 
 
-def test_mistakes_are_named():
+def test_help_and_mistakes():
+    assert "--resume" in compare("--help").stdout
     for arguments, words in (
         (("no-such-commit", ROOT), "no-such-commit: neither a commit nor a folder with a train.py"),
         ((ROOT, ROOT, "--steps", "1"), "--steps: 2 to 100"),
