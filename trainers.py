@@ -17,17 +17,8 @@ import torch
 
 import losses
 from checkpoint.checkpointer import Checkpointer, resume_command
-from data.batching import (
-    BatchSampler,
-    DatasetMixture,
-    MicroBatch,
-    PromptUnit,
-    Step,
-    cpu_token_budget,
-    pack,
-    pad,
-    widest_unit,
-)
+from data.batching import MicroBatch, PromptUnit, pack, pad
+from data.sampler import BatchSampler, DatasetMixture, Step, cpu_token_budget, widest_unit
 from data.tokenization import load_tokenized
 from losses import preference_loss  # noqa: F401  (part of this module's public face)
 from modeling import loading, scoring
@@ -644,10 +635,7 @@ class BasicTrainer:
         self.prepare()
         config, sampler = self.config, self.sampler
         meter = Meter(
-            self.reporter.log,
-            interval=config.minimum_log_interval_secs,
-            data_ranks=self.data_ranks,
-            device=self.device,
+            self.reporter.log, interval=config.minimum_log_interval_secs, data_ranks=self.data_ranks, device=self.device
         )
         self.signals.deferred = True  # from here on there is something to save
         with self.reporter.progress(sampler.n_examples, "training", self.unit_name, initial=self.examples) as bar:

@@ -309,8 +309,8 @@ def gemm(job: dict) -> dict:
 def prepare(job: dict) -> dict:
     """The rows that every method gets: pairs that fit max_length, in this project's order of the first epoch."""
     with tempfile.TemporaryDirectory() as folder:
+        from data.sources import get_dataset
         from modeling import loading
-        from preference_datasets import get_dataset
 
         config = compose(job | {"loss": "dpo"}, folder)
         tokenizer = loading.load_tokenizer(config)
@@ -338,7 +338,7 @@ def prepare(job: dict) -> dict:
 def order(job: dict) -> dict:
     """Rows in the order in which this project trains on them, as text."""
     with tempfile.TemporaryDirectory() as folder:
-        from data.batching import DatasetMixture
+        from data.sampler import DatasetMixture
         from data.tokenization import load_tokenized
         from modeling import loading
 

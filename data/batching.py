@@ -1,17 +1,11 @@
-"""From tokenised data sets to optimizer steps: epochs of examples, cut into steps, cut into balanced micro-batches.
+"""Prompts with their responses as the tensors of a micro-batch: packed into one row, or padded, one response a row.
 
-An *example* is one preference pair (SFT: one response). A step takes `batch_size` examples over all ranks and groups
-them by prompt: a `PromptUnit` is one prompt with every response that the step's examples of that prompt need, each once.
-Units are the indivisible piece of work; micro-batches are lists of units, and `pack` turns one into tensors.
-
-Everything here is a pure function of (data, seed, epoch, world size, budget). Nothing touches a device, and every rank
-computes the same plan and takes its own share of it, so ranks never have to talk about data.
+A `PromptUnit` is one prompt with the responses that a step needs of it, each once. Units are the indivisible piece of
+work: a micro-batch is a list of units, which `pack` or `pad` turns into tensors. sampler.py chooses the units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,7 +53,7 @@ class MicroBatch:
     T: tokens in the row(s); N: scored tokens; K: responses; E: examples.
 
     Attributes:
-        input_ids, position_ids: int64 [1, T], or [K, L] with `attention_mask` [K, L] for plain (one response a row) batches.
+        input_ids, position_ids: int64 [1, T]; [K, L] with `attention_mask` [K, L] for plain batches (a response a row).
         trees: trees in row order (packed batches); None for plain ones.
         predictors: int64 [N], flat positions whose hidden state predicts a response token.
         targets: int64 [N], the token predicted there.
@@ -104,120 +98,6 @@ class MicroBatch:
         """Tokens that carry information, padding not counted."""
         shared = self.attention_mask is None
         return self.input_ids.numel() if shared else sum(unit.cost(share_prefix=False) for unit in self.units)
-
-
-class DatasetMixture:
-    """Several tokenised data sets seen as one list of examples.
-
-    Args:
-        datasets: `TokenizedDataset`s (see tokenization.py).
-        weights: how often each data set's examples are seen in an epoch: 1 is once, 0.5 a different half each epoch,
-            2 twice. One number a data set; None means 1 for all.
-    """
-
-    def __init__(self, datasets: Sequence, weights: Sequence[float] | None = None):
-        self.datasets = list(datasets)
-        self.weights = [1.0] * len(self.datasets) if weights is None else [float(w) for w in weights]
-        self.offsets = np.cumsum([0] + [len(d.examples) for d in self.datasets])
-
-    def epoch_size(self) -> int:
-        """Examples in one epoch."""
-        return sum(self._share(i) for i in range(len(self.datasets)))
-
-    def _share(self, index: int) -> int:
-        return int(round(self.weights[index] * len(self.datasets[index].examples)))
-
-    def epoch_permutation(self, seed: int, epoch: int, shuffle: str | None = "pairs") -> np.ndarray:
-        """Example numbers of one epoch, in training order: a function of (seed, epoch) alone (Law 3).
-
-        Args:
-            shuffle: "pairs" permutes examples; "prompts" permutes prompts and keeps a prompt's pairs together; None
-                leaves the source's order.
-        Returns: int64 [epoch_size].
-        """
-        chosen = []
-        for index, dataset in enumerate(self.datasets):
-            count, wanted = len(dataset.examples), self._share(index)
-            whole, rest = divmod(wanted, count) if count else (0, 0)
-            numbers = [np.arange(count)] * whole
-            if rest:
-                # A fractional weight walks round one permutation, epoch by epoch, so that all are seen equally often.
-                walk = np.random.default_rng([seed, index, 1]).permutation(count)
-                numbers.append(np.sort(walk[(epoch * rest + np.arange(rest)) % count]))
-            if numbers:
-                chosen.append(np.concatenate(numbers) + self.offsets[index])
-        order = np.concatenate(chosen) if chosen else np.zeros(0, dtype=np.int64)
-        rng = np.random.default_rng([seed, epoch])
-        if shuffle == "pairs":
-            return rng.permutation(order)
-        if shuffle == "prompts":
-            # One number a prompt, unique over data sets.
-            prompts = np.concatenate(
-                [dataset.examples[:, 0].astype(np.int64) + (index << 32) for index, dataset in enumerate(self.datasets)]
-            )
-            first = np.unique(prompts, return_inverse=True)[1][order]
-            rank = rng.permutation(first.max(initial=-1) + 1)
-            return order[np.argsort(rank[first], kind="stable")]
-        assert shuffle is None, shuffle
-        return order
-
-    def _locate(self, number: int) -> tuple[int, int]:
-        index = int(np.searchsorted(self.offsets, number, side="right")) - 1
-        return index, int(number - self.offsets[index])
-
-    def units(self, numbers: np.ndarray) -> list[PromptUnit]:
-        """Group examples by prompt, each response once."""
-        units: dict[tuple[int, int], PromptUnit] = {}
-        seen: dict[tuple[int, int, int], int] = {}
-        for number in numbers:
-            index, local = self._locate(int(number))
-            dataset = self.datasets[index]
-            group, chosen, rejected = (int(x) for x in dataset.examples[local])
-            unit = units.get((index, group))
-            if unit is None:
-                unit = units[index, group] = PromptUnit(index, group, dataset.prompt(group))
-            pair = []
-            for response in (chosen, rejected):
-                if response >= 0 and (index, group, response) not in seen:
-                    seen[index, group, response] = len(unit.responses)
-                    unit.responses.append(dataset.response(group, response))
-                    unit.response_ids.append(dataset.response_id(group, response))
-                pair.append(seen[index, group, response] if response >= 0 else -1)
-            unit.pairs.append((pair[0], pair[1]))
-        return list(units.values())
-
-
-def make_micro_batches(
-    units: list[PromptUnit], n_ranks: int, budget: int, min_micro_batches: int = 1, share_prefix: bool = True
-) -> list[list[list[PromptUnit]]]:
-    """Cut a step into micro-batches and balance each over the ranks.
-
-    Units are sorted by cost, so that a micro-batch holds units of like length; each goes to the rank with the least
-    work. Every rank gets the same number of micro-batches (some may be empty), so that collectives always match.
-
-    Args:
-        budget: tokens a micro-batch on one rank; a unit larger than that runs alone.
-        min_micro_batches: gradient_accumulation_steps: at least this many, where there are units enough.
-    Returns: units[micro_batch][rank].
-    """
-    ordered = sorted(units, key=lambda unit: (-unit.cost(share_prefix), unit.dataset, unit.group))
-    left, most_units = len(ordered), len(ordered)
-    slots: list[list[list[PromptUnit]]] = []
-    loads: list[int] = []
-    for unit in ordered:
-        cost = unit.cost(share_prefix)
-        rank = min(range(n_ranks), key=loads.__getitem__) if slots else 0
-        full = not slots or sum(map(len, slots[-1])) >= most_units or (loads[rank] and loads[rank] + cost > budget)
-        if full:
-            # What is left must do for the micro-batches that are still due.
-            most_units = -(-left // max(1, min_micro_batches - len(slots)))
-            slots.append([[] for _ in range(n_ranks)])
-            loads = [0] * n_ranks
-            rank = 0
-        slots[-1][rank].append(unit)
-        left -= 1
-        loads[rank] += cost
-    return slots
 
 
 def pack(units: list[PromptUnit], share_prefix: bool = True) -> MicroBatch | None:
@@ -307,110 +187,3 @@ def _examples(units: list[PromptUnit]) -> dict:
         "keys": [(unit.dataset, i) for unit in units for i in unit.response_ids],
         "units": units,
     }
-
-
-def cpu_token_budget(threads: int) -> int:
-    """Tokens a micro-batch on a CPU: enough that summing up its gradients is a small part of it; more costs memory."""
-    return min(4096, max(512, 384 * threads))
-
-
-def widest_unit(mixture: DatasetMixture, seed: int) -> PromptUnit:
-    """A prompt group of several responses, for trying out whether a model can share a prompt."""
-    units = mixture.units(mixture.epoch_permutation(seed, 0, None)[:64])
-    # The longest row of several responses, so that an attention window is exceeded if any row of the run does.
-    unit = max(units, key=lambda unit: (len(unit.responses) > 1, unit.cost()))
-    if len(unit.responses) == 1 and len(units) > 1:
-        # SFT has one response a prompt; another prompt's answer does for a second branch.
-        other = next(u for u in units if u is not unit)
-        unit = PromptUnit(
-            unit.dataset, unit.group, unit.prompt, [unit.responses[0], other.responses[0]], [0, 1], [(0, 1)]
-        )
-    return unit
-
-
-@dataclass
-class Step:
-    """One optimizer step: this rank's micro-batches (None where it has no units) and the step's size over all ranks."""
-
-    number: int
-    epoch: int
-    n_examples: int
-    micro_batches: list[MicroBatch | None]
-
-
-class BatchSampler:
-    """The steps of a run, or of an evaluation, addressable by number so that a resumed run starts in the middle.
-
-    Args:
-        mixture: where examples come from.
-        batch_size: examples a step over all ranks.
-        n_epochs, n_examples: the run ends at whichever comes first; one may be None.
-        make_batch: units -> MicroBatch or None (`pack` or `pad` with their options bound).
-        share_prefix: how units' costs are counted.
-        budget: tokens a micro-batch; may be lowered while training (out of memory).
-    """
-
-    def __init__(
-        self,
-        mixture: DatasetMixture,
-        batch_size: int,
-        *,
-        seed: int,
-        shuffle: str | None,
-        make_batch,
-        rank: int = 0,
-        n_ranks: int = 1,
-        budget: int = 2048,
-        min_micro_batches: int = 1,
-        share_prefix: bool = True,
-        n_epochs: int | None = 1,
-        n_examples: int | None = None,
-    ):
-        assert n_epochs is not None or n_examples is not None
-        self.mixture, self.batch_size, self.seed, self.shuffle = mixture, batch_size, seed, shuffle
-        self.make_batch, self.rank, self.n_ranks = make_batch, rank, n_ranks
-        self.budget, self.min_micro_batches, self.share_prefix = budget, min_micro_batches, share_prefix
-        self.epoch_size = mixture.epoch_size()
-        in_epochs = None if n_epochs is None else n_epochs * self.epoch_size
-        if not self.epoch_size:
-            raise ValueError("There is no example to make steps of; look at datasets and data.weights.")
-        self.n_examples = min(n for n in (in_epochs, n_examples) if n is not None)
-        self._order: tuple[int, np.ndarray] | None = None
-        # A step never crosses an epoch: the last one of an epoch is smaller instead, so that no example is dropped.
-        self.steps_per_epoch = -(-self.epoch_size // batch_size)
-        whole, rest = divmod(self.n_examples, self.epoch_size)
-        self.n_steps = whole * self.steps_per_epoch + -(-rest // batch_size)
-
-    def examples_before(self, step: int) -> int:
-        """Examples seen before step `step` (0-based) starts."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        return min(epoch * self.epoch_size + min(index * self.batch_size, self.epoch_size), self.n_examples)
-
-    def example_indices(self, step: int) -> np.ndarray:
-        """Example numbers of a step."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        order = self._order  # read once: another thread may prepare the next epoch's first step
-        if order is None or order[0] != epoch:
-            order = self._order = (epoch, self.mixture.epoch_permutation(self.seed, epoch, self.shuffle))
-        left = self.n_examples - self.examples_before(step)
-        start = index * self.batch_size
-        return order[1][start : start + min(self.batch_size, left)]
-
-    def step(self, number: int) -> Step:
-        """This rank's share of step `number`."""
-        numbers = self.example_indices(number)
-        slots = make_micro_batches(
-            self.mixture.units(numbers), self.n_ranks, self.budget, self.min_micro_batches, self.share_prefix
-        )
-        batches = [self.make_batch(slot[self.rank]) for slot in slots]
-        return Step(number, number // self.steps_per_epoch, len(numbers), batches)
-
-    def steps(self, start: int = 0, stop: int | None = None) -> Iterator[Step]:
-        """Steps start..stop-1, each prepared in a background thread while the one before it runs."""
-        stop = self.n_steps if stop is None else stop
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as worker:
-            ahead = worker.submit(self.step, start) if start < stop else None
-            for number in range(start, stop):
-                step = ahead.result()
-                ahead = worker.submit(self.step, number + 1) if number + 1 < stop else None
-                yield step

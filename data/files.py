@@ -10,8 +10,6 @@ import csv
 import gzip
 import hashlib
 import json
-import os
-import re
 import sys
 import time
 import zlib
@@ -31,19 +29,6 @@ DATA_SUFFIXES = (
     ".parquet",
     ".arrow",
 )
-METADATA_FILES = {
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-    "config.json",
-    "package.json",
-}
-# Words in a file's name (or its folder's) that say which split it belongs to, best first.
-SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "test": ("test", "validation", "valid", "val", "dev", "eval", "evaluation"),
-}
 
 
 def data_suffix(path) -> str:
@@ -57,91 +42,7 @@ def looks_like_path(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~", ".\\", "..\\")) or bool(data_suffix(name)) or "\\" in name
 
 
-def find_split_files(path, split: str) -> tuple[list[Path], bool]:
-    """The files of `split` ('train' or 'test') under `path`, in a fixed order, and whether they are that split alone.
-
-    (files, False) means that the files hold everything and the caller has to hold out the test part by itself.
-    Raises ValueError when there is nothing to read.
-    """
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise ValueError(
-            f"{path}: no such file or folder. Give a data file ({', '.join(DATA_SUFFIXES)}) or a folder "
-            f"that holds train and test files"
-        )
-    if path.is_file():
-        if not data_suffix(path):
-            raise ValueError(f"{path}: not a data file by its name; known are {', '.join(DATA_SUFFIXES)}")
-        return [path], False
-    by_split: dict[str, list[Path]] = {}
-    for file in _data_files(path):
-        by_split.setdefault(_split_word(file.relative_to(path)), []).append(file)
-    if not by_split:
-        raise ValueError(f"{path}: no data file in this folder; known are {', '.join(DATA_SUFFIXES)}")
-    train = _first_present(by_split, "train")
-    test = _first_present(by_split, "test")
-    if not train and not test:
-        return by_split[""], False
-    if split == "train" and not train:
-        raise ValueError(f"{path}: holds test files only ({test[0].name}, ...), none whose name says train")
-    if split == "test" and not test:
-        return train, False
-    # Without a test file the training files are split further, so train must leave the same part out.
-    return (train, bool(test)) if split == "train" else (test, True)
-
-
-def _first_present(by_split, split) -> list[Path]:
-    return next((by_split[word] for word in SPLIT_WORDS[split] if word in by_split), [])
-
-
-def _split_word(relative: Path) -> str:
-    """The split word in a relative path; the file's own name counts before its folders'."""
-    for part in reversed(relative.parts):
-        words = re.split(r"[^a-z]+", part.lower())
-        for split_words in SPLIT_WORDS.values():
-            for word in split_words:
-                if word in words:
-                    return word
-    return ""
-
-
-def _data_files(folder: Path) -> list[Path]:
-    """Data files below `folder`, sorted; a folder that `datasets` saved lists its own files."""
-    files = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
-        if "state.json" in names:
-            files += _saved_dataset_files(Path(root))
-            continue
-        files += [
-            Path(root) / name
-            for name in names
-            if data_suffix(name) and name not in METADATA_FILES and not name.startswith(".")
-        ]
-    return sorted(files)
-
-
-def _saved_dataset_files(folder: Path) -> list[Path]:
-    """The arrow files that a `save_to_disk` folder says it consists of."""
-    try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        names = [entry["filename"] for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{folder / 'state.json'}: not the state of a saved `datasets` folder ({error!r})") from error
-    if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise ValueError(
-            f"{folder}: saved with an indices file by an old `datasets`; save it again with "
-            f"dataset.flatten_indices().save_to_disk(...)"
-        )
-    for name in names:
-        if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\]", name):
-            raise ValueError(f"{folder / 'state.json'}: names {name!r}, which is not a file of this folder")
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder / name}: missing, though state.json names it")
-    return [folder / name for name in names]
-
-
-def place(file, number) -> str:
+def row_location(file, number) -> str:
     """How messages name a row: 'FILE, line 12' for line formats and 'FILE, row 12' for the others."""
     word = "line" if data_suffix(file).removesuffix(".gz") in (".jsonl", ".ndjson", ".csv") else "row"
     return f"{file}, {word} {number}"
@@ -187,9 +88,9 @@ def _json_object(file, number, line: bytes) -> dict:
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise ValueError(f"{place(file, number)}: {error}") from error
+        raise ValueError(f"{row_location(file, number)}: {error}") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{place(file, number)}: expected a JSON object with columns, got {describe(row)}")
+        raise ValueError(f"{row_location(file, number)}: expected a JSON object with columns, got {describe(row)}")
     return row
 
 
@@ -233,7 +134,7 @@ def _read_json(file, stream):
         )
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise ValueError(f"{place(file, number)}: expected an object with columns, got {describe(row)}")
+            raise ValueError(f"{row_location(file, number)}: expected an object with columns, got {describe(row)}")
         yield number, row
 
 

@@ -28,10 +28,10 @@ import numpy as np
 
 from data import token_cache
 from data.row_formats import PromptGroup
+from data.sources import Source, cache_folder, open_source, setting
 from data.text_encoding import Layout, TextEncoder, common_length, read_chat_template, tokenizer_threads
 from data.token_cache import ArrayFile, CacheWriteError
 from data.workers import ordered_map, worker_count
-from preference_datasets import Source, cache_folder, open_source, setting
 
 FORMAT = 1  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
 CHUNK = 256  # groups that are encoded in one call

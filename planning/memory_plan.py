@@ -23,7 +23,7 @@ import torch
 from omegaconf import OmegaConf
 
 import utils
-from data.batching import cpu_token_budget
+from data.sampler import cpu_token_budget
 from modeling import loading
 from modeling.loading import DTYPES
 from planning.memory_trace import (
@@ -555,7 +555,7 @@ def _long_unit(units: list[tuple[int, tuple[int, ...]]], share: bool) -> Work:
 
 
 def _cached_figures(config, datasets) -> DataFigures:
-    from data.batching import BatchSampler, DatasetMixture
+    from data.sampler import BatchSampler, DatasetMixture
 
     mixture = DatasetMixture(datasets, [float(config.data.weights.get(name, 1.0)) for name in config.datasets])
     sampler = BatchSampler(
@@ -579,9 +579,9 @@ def _cached_figures(config, datasets) -> DataFigures:
 
 
 def _sampled_figures(config, tokenizer, sft: bool) -> DataFigures:
+    from data.sources import open_source
     from data.text_encoding import TextEncoder, read_chat_template
     from data.tokenization import Limits, tokenized_chunks
-    from preference_datasets import open_source
 
     encoder = TextEncoder(tokenizer, read_chat_template(config.data.chat_template))
     examples = tokens = 0.0

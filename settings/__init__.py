@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-import preference_datasets
 import utils
+from data import sources
 
 CONFIG_DIR = os.path.join(utils.PROJECT_DIR, "config")
 
@@ -298,7 +298,7 @@ def validate(config: DictConfig, device_count: int | None = None) -> None:
     _check_keys(settings)
     flat = flatten(settings)
     _check_data(flat)
-    preference_datasets.check_dataset_names(flat["datasets"], OmegaConf.create(settings))
+    sources.check_dataset_names(flat["datasets"], OmegaConf.create(settings))
     _check_model(flat)
     _check_optimizer(flat)
     _check_loss_and_evaluation(flat)

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.batching import BatchSampler, DatasetMixture, PrefixTree, PromptUnit, make_micro_batches, pack, pad
+from data.batching import PrefixTree, PromptUnit, pack, pad
+from data.sampler import BatchSampler, DatasetMixture, make_micro_batches
 
 
 class Data:

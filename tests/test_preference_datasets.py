@@ -13,7 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import preference_datasets
-from preference_datasets import PromptGroup, check_dataset_names, get_dataset, load_groups, register_dataset
+from data.row_formats import CANONICAL_COLUMNS, PromptGroup
+from data.sources import check_dataset_names, get_dataset, open_source
+from preference_datasets import register_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_HH = ROOT.parent / "shared" / "data" / "hh-rlhf"
@@ -58,8 +60,8 @@ def read(path, tmp_path, split="train", sft=False, name=None, **data):
     data.setdefault("test_fraction", 0.0)
     if name:
         data["paths"] = {name: str(path)}
-    groups, counts, _ = load_groups(name or str(path), split, config(tmp_path, **data), sft)
-    return list(groups), counts
+    source = open_source(name or str(path), split, config(tmp_path, **data), sft)
+    return list(source.groups()), source.counts
 
 
 def only(path, tmp_path, **options) -> PromptGroup:
@@ -105,7 +107,7 @@ def test_rows_of_one_prompt_become_one_group_with_each_text_once(tmp_path):
 def test_real_hh_rows(tmp_path):
     groups, counts = read(REAL_HH, tmp_path, name="hh")
     _, test_counts = read(REAL_HH, tmp_path, split="test", name="hh")
-    list(load_groups("hh", "test", config(tmp_path, paths={"hh": str(REAL_HH)}))[0])
+    list(open_source("hh", "test", config(tmp_path, paths={"hh": str(REAL_HH)})).groups())
     assert counts["rows"] == 2000 and test_counts["rows"] == 312
     assert counts["dropped_diverged"] + test_counts["dropped_diverged"] == 4
     assert counts["dropped_empty"] + test_counts["dropped_empty"] == 4
@@ -501,7 +503,7 @@ def test_split_files_are_found_by_name(tmp_path):
 
 def test_unknown_names_are_refused_in_no_time_and_without_torch(tmp_path):
     code = (
-        "import sys, time; import preference_datasets as p\n"
+        "import sys, time; import data.sources as p\n"
         "start = time.perf_counter()\n"
         "try: p.check_dataset_names(['hhh'], {})\n"
         "except ValueError as error: print(error)\n"
@@ -544,12 +546,12 @@ def test_a_custom_source_is_one_registered_function(tmp_path):
     settings_ = config(tmp_path, plugins=[str(plugin)])
     try:
         check_dataset_names(["xyz"], settings_)
-        source = preference_datasets.open_source("xyz", "test", settings_)
+        source = open_source("xyz", "test", settings_)
         assert source.truncation == "keep_start"
         assert get_dataset("xyz", "test", settings_) == {
             "q test": {"responses": ["a", "b"], "pairs": [(0, 1), (1, 0)], "sft_target": "a"}
         }
-        assert source.fingerprint != preference_datasets.open_source("xyz", "train", settings_).fingerprint
+        assert source.fingerprint != open_source("xyz", "train", settings_).fingerprint
         with pytest.raises(ValueError, match="the name is taken"):
             register_dataset("xyz")(lambda split: {})
         with pytest.raises(ValueError, match="which reads no path"):
@@ -586,7 +588,7 @@ def test_a_hub_that_cannot_be_reached_is_explained(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     complaint = r"Anthropic/hh-rlhf .*ConnectionError: no network.*data.paths.hh=FILE_OR_FOLDER"
     with pytest.raises(ValueError, match=complaint):
-        load_groups("hh", "train", config(tmp_path))
+        open_source("hh", "train", config(tmp_path))
 
 
 def test_hub_splits(tmp_path, monkeypatch):
@@ -607,7 +609,7 @@ def test_hub_splits(tmp_path, monkeypatch):
         monkeypatch.setattr(datasets, "load_dataset", lambda *args: asked.append(args) or datasets.DatasetDict(splits))
 
     def prompts(split, **options):
-        return [g.prompt for g in load_groups("own/er:cfg", split, config(tmp_path, **options))[0]]
+        return [g.prompt for g in open_source("own/er:cfg", split, config(tmp_path, **options)).groups()]
 
     load({"train": rows("x"), "test": rows("y")})
     assert prompts("train") == ["x"] and prompts("test") == ["y"] and asked[0] == ("own/er", "cfg")
@@ -633,7 +635,7 @@ JSON = st.recursive(
 )
 ROLE = st.sampled_from(["user", "assistant", "system"])
 MESSAGE = st.fixed_dictionaries({"role": ROLE | JSON, "content": TEXT | JSON})
-COLUMN = st.sampled_from(preference_datasets.CANONICAL_COLUMNS + ["other"])
+COLUMN = st.sampled_from(CANONICAL_COLUMNS + ["other"])
 PAIRS = st.lists(st.lists(st.integers(-1, 3), max_size=3), max_size=3)
 VALUE = st.one_of(TEXT, JSON, st.lists(MESSAGE, max_size=3), PAIRS)
 SHAPES = st.one_of(

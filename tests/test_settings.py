@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 import preference_datasets
 import settings
 import utils
+from data import sources
 
 # The README commands of the DPO paper's reference implementation; paths of weights are put in by the tests.
 ANCESTOR_COMMANDS = [
@@ -300,7 +301,7 @@ def test_when_a_process_is_a_task_of_srun(monkeypatch):
 
 def test_registered_names_need_no_torch():
     """Validation has to stay quick: neither it nor the data sources import torch or transformers at the top."""
-    for module in (settings, preference_datasets):
+    for module in (settings, preference_datasets, sources):
         source = inspect.getsource(module)
         assert not any(
             line.startswith(("import torch", "from torch", "import transformers", "from transformers"))

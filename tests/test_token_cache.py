@@ -12,7 +12,7 @@ import pytest
 from small_tokenizers import byte_level, config, dump, load, pair, trees
 
 import preference_datasets
-from data import tokenization
+from data import sources, tokenization
 from data.tokenization import load_tokenized
 from preference_datasets import register_dataset
 
@@ -24,7 +24,7 @@ def gpt2():
 
 def test_a_warm_cache_reads_no_rows(tmp_path, gpt2, monkeypatch):
     first = load(tmp_path, [pair()], gpt2)
-    monkeypatch.setattr(preference_datasets, "read_rows", None)
+    monkeypatch.setattr(sources, "read_rows", None)
     again = load_tokenized(str(tmp_path / "data.jsonl"), "train", gpt2, config(tmp_path), False)
     assert again.key == first.key and again.counts == first.counts and isinstance(again.tokens, np.memmap)
 

@@ -32,11 +32,11 @@ from small_tokenizers import (
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-import preference_datasets
 from data import text_encoding, tokenization
+from data.row_formats import PromptGroup
+from data.sources import open_source
 from data.text_encoding import TextEncoder
 from data.tokenization import Limits, load_tokenized
-from preference_datasets import PromptGroup
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_HH = ROOT.parent / "shared" / "data" / "hh-rlhf"
@@ -428,7 +428,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path, gpt2, monkeypatch):
     peaks = []
     for number in (200, 2000):
         path = dump(tmp_path, [pair(f"q{row}" + " the sky" * 50, "yes" * 50, "no" * 50) for row in range(number)])
-        source = preference_datasets.open_source(path, "train", config(tmp_path))
+        source = open_source(path, "train", config(tmp_path))
         encoder = TextEncoder(gpt2)
         tracemalloc.start()
         for chunk in tokenization.tokenized_chunks(source, encoder, Limits(512, 256), False, tokenization.Counter()):
@@ -449,7 +449,7 @@ def test_twenty_thousand_real_pairs_a_minute_and_core(tmp_path, gpt2):
 def test_real_hh_tokens_spell_the_rows(tmp_path, gpt2):
     settings_ = config(tmp_path, max_length=10**6, max_prompt_length=10**6, paths={"hh": str(REAL_HH)})
     dataset = load_tokenized("hh", "test", gpt2, settings_, False)
-    groups = list(preference_datasets.load_groups("hh", "test", settings_)[0])
+    groups = list(open_source("hh", "test", settings_).groups())
     assert dataset.n_groups == len(groups) == 311 and "merged_boundaries" not in dataset.counts
     for number, group in enumerate(groups):
         assert gpt2.decode(dataset.prompt(number)) == group.prompt

@@ -1,0 +1,170 @@
+"""Rows of one data set -> prompt groups: parsed, those of the other split left out, those of one prompt merged.
+
+Read as streams, twice: once for a 64-bit hash of every prompt, which shows what prompts repeat and which are held out,
+and once for the rows themselves. So memory does not grow with the data, but for 8 bytes a row. A library for tables
+would hold the rows, and would not know the line that a message should name.
+"""
+
+import hashlib
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import islice
+
+from data.row_formats import PromptGroup, detect_format, parse_se
+from data.splits import hold_out
+from data.workers import ordered_map
+
+
+class RowStream:
+    """Rows -> groups.
+
+    Args:
+        name, split: of the data set. rows: where they come from (FileRows or HubRows of sources.py).
+        parser, columns: of a named source, with the columns that it reads; None to go by the columns found.
+        renames: canonical -> actual column names.
+        test_share: the part of the prompts that is held out for testing, None where the test split is its own.
+        by_row: see `hold_out`. workers: processes for the costly parser.
+    """
+
+    def __init__(self, name, split, rows, parser, columns, renames, test_share, sft, by_row, workers):
+        self.name, self.split, self.rows, self.sft = name, split, rows, sft
+        self.parser, self.columns, self.renames = parser, columns, renames
+        self.test_share, self.by_row, self.workers = test_share, by_row, workers
+
+    def _detect(self):
+        """Settles the parser and the columns to read, from the first row."""
+        first = next(iter(self.rows.read(None)), None)
+        if first is None:
+            raise ValueError(f"data set {self.name}: {self.rows.label()} is empty: no row to train on")
+        names = set(first[2])
+        missing = [actual for actual in self.renames.values() if actual not in names]
+        if missing:
+            raise ValueError(
+                f"data set {self.name}: data.columns names {missing[0]!r}, but the columns of "
+                f"{self.rows.label()} are {sorted(map(str, names))}"
+            )
+        if self.parser is None:
+            canonical = (names - set(self.renames.values())) | set(self.renames)
+            try:
+                self.parser, self.columns = detect_format(canonical, self.sft)
+            except ValueError as error:
+                raise ValueError(f"data set {self.name} ({self.rows.label()}): {error}") from error
+        elif not names & {self.renames.get(each, each) for each in self.columns}:
+            raise ValueError(
+                f"data set {self.name}: {self.rows.label()} has columns {sorted(map(str, names))}, but "
+                f"{self.name} has {', '.join(self.columns)}; name yours with data.columns"
+            )
+
+    def _rows(self):
+        """Yields (file or data set, number, row under its canonical column names)."""
+        for where, number, row in self.rows.read({self.renames.get(each, each) for each in self.columns}):
+            yield where, number, self._renamed(where, number, row) if self.renames else row
+
+    def _renamed(self, where, number, row) -> dict:
+        taken = set(self.renames.values())
+        renamed = {key: value for key, value in row.items() if key not in taken and key not in self.renames}
+        for canonical, actual in self.renames.items():
+            if actual not in row:
+                raise ValueError(
+                    f"{self.rows.describe(where, number)}: column '{actual}' (data.columns.{canonical}) "
+                    f"is missing; the row has {sorted(map(str, row))}"
+                )
+            renamed[canonical] = row[actual]
+        return renamed
+
+    def _parsed(self):
+        """Yields every row as PromptGroup, or the reason why it is dropped."""
+        rows = self._rows()
+        if self.parser is parse_se:  # HTML costs a hundred times what other rows do, so workers share it
+            chunks = iter(lambda: list(islice(rows, 64)), [])
+            parsed = ordered_map(_parse_rows, chunks, self.workers, (self.parser, self.sft))
+        else:
+            parsed = (_parse_rows((self.parser, self.sft), [row]) for row in rows)
+        for chunk in parsed:
+            for where, number, group in chunk:
+                if isinstance(group, ValueError):
+                    raise ValueError(f"{self.rows.describe(where, number)}: {group}") from group
+                yield group
+
+    def _keys(self):
+        """Yields a 64-bit number a row, equal for rows of the same prompt, 0 for rows that are certainly dropped."""
+        if self.parser is parse_se:  # the question's source says as much as its text, which is costly to make
+            for _, _, row in self._rows():
+                yield _hash(str(row.get("question")))
+        else:
+            for group in self._parsed():
+                yield 0 if isinstance(group, str) else _hash(group.key())
+
+    def groups(self, counts: Counter) -> Iterator[PromptGroup]:
+        """Yields the split's groups and fills `counts`. Raises ValueError for a malformed row, naming its place."""
+        self._detect()
+        keys = array("Q", self._keys())
+        belongs = hold_out(keys, self.split, self.test_share, self.by_row)
+        waiting = _repeated(key for index, key in enumerate(keys) if belongs(index, key))
+        merged: dict[int, dict[str, PromptGroup]] = defaultdict(dict)
+        seen = 0
+        for index, group in enumerate(self._parsed()):
+            seen += 1
+            if seen > len(keys):
+                break
+            key = keys[index]
+            if not belongs(index, key):
+                continue
+            counts["rows"] += 1
+            same = merged[key] if key in waiting else {}  # by text below the number: a collision must not merge prompts
+            if isinstance(group, str):
+                counts[group] += 1
+            else:
+                counts.update(group.dropped)
+                known = same.get(group.key()) if same else None
+                if known is None:
+                    same[group.key()] = group
+                else:
+                    known.merge(group)
+                    counts["merged_rows"] += 1
+            if key in waiting:
+                waiting[key] -= 1
+                if waiting[key]:
+                    continue
+                del waiting[key], merged[key]
+            counts["groups"] += len(same)
+            yield from same.values()
+        if seen != len(keys):
+            raise ValueError(f"data set {self.name}: {self.rows.label()} changed while it was read")
+        assert not merged, "every row of a repeated prompt was seen"
+        if not counts["rows"] and self.split == "train":
+            raise ValueError(
+                f"data set {self.name}: no row is left to train on ({len(keys)} rows, held-out share "
+                f"{self.test_share}); give more data, a test file, or a smaller data.test_fraction"
+            )
+
+
+def _parse_rows(how, rows) -> list:
+    """[(where, number, PromptGroup | reason | ValueError)] of rows [(where, number, row)]; runs in workers too."""
+    parser, sft = how
+    done = []
+    for where, number, row in rows:
+        try:
+            group = parser(row, sft)
+            if isinstance(group, PromptGroup):
+                group.row = number
+        except ValueError as error:
+            group = ValueError(str(error))
+        done.append((where, number, group))
+    return done
+
+
+def _hash(text: str) -> int:
+    """A stable 64-bit hash above 0."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8)
+    return int.from_bytes(digest.digest(), "big") or 1
+
+
+def _repeated(keys) -> dict[int, int]:
+    """key -> number of rows, for the keys above 0 that occur more than once."""
+    import numpy as np
+
+    numbers, occurrences = np.unique(np.frombuffer(array("Q", keys), np.uint64), return_counts=True)
+    many = (occurrences > 1) & (numbers > 0)
+    return dict(zip(numbers[many].tolist(), occurrences[many].tolist()))

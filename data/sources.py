@@ -1,0 +1,319 @@
+"""Opening a data set by its name: a registered function, a file or folder, or a Hub data set -> prompt groups (text).
+
+tokenization.py encodes the groups.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.files import fingerprint_files, looks_like_path, read_rows, row_location
+from data.row_formats import CANONICAL_COLUMNS, PromptGroup, checked_group, describe, parse_se, text_of
+from data.row_stream import RowStream
+from data.splits import SPLITS, find_hub_split, find_split_files
+from data.workers import worker_count
+from preference_datasets import HOLD_OUT_SE, REGISTRY, NamedSource
+from utils import get_local_dir
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+
+def setting(config, path: str, default=None):
+    """The value at a dotted path of a config (mapping, DictConfig or object); the default where absent or null."""
+    for key in path.split("."):
+        if config is None:
+            return default
+        config = config.get(key) if hasattr(config, "get") else getattr(config, key, None)
+    return default if config is None else config
+
+
+def _plain(mapping) -> dict:
+    """A config node as nested plain dicts."""
+    return {str(key): _plain(value) if hasattr(value, "items") else value for key, value in (mapping or {}).items()}
+
+
+def cache_folder(config) -> Path:
+    """Where token caches live: data.cache_dir, else `tokens` in the run's local directory."""
+    explicit = setting(config, "data.cache_dir")
+    return Path(explicit or str(Path(get_local_dir(setting(config, "local_dirs", [".cache"]))) / "tokens")).expanduser()
+
+
+def load_plugins(config):
+    """Imports the modules (names or .py files) of data.plugins, whose register_dataset calls then take effect."""
+    for plugin in setting(config, "data.plugins", ()):
+        try:
+            if str(plugin).endswith(".py"):
+                file = Path(plugin).expanduser().resolve()
+                name = "data_plugin_" + hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()
+                if name in sys.modules:
+                    continue
+                if not file.is_file():
+                    raise ValueError(f"data.plugins: no such file: {plugin}")
+                spec = importlib.util.spec_from_file_location(name, file)
+                module = sys.modules[name] = importlib.util.module_from_spec(spec)
+                try:
+                    spec.loader.exec_module(module)
+                except BaseException:
+                    del sys.modules[name]
+                    raise
+            else:
+                importlib.import_module(str(plugin))
+        except ImportError as error:
+            raise ValueError(
+                f"data.plugins: cannot import {plugin} ({error}); give a .py file, or a module that Python finds"
+            ) from error
+
+
+def _columns_for(name: str, config) -> dict[str, str]:
+    """canonical -> actual column names of one data set: data.columns, flat or under the data set's name."""
+    columns = _plain(setting(config, "data.columns", {}))
+    flat = {key: value for key, value in columns.items() if not isinstance(value, dict)}
+    flat.update(columns.get(name) if isinstance(columns.get(name), dict) else {})
+    for canonical, actual in flat.items():
+        if canonical not in CANONICAL_COLUMNS or not isinstance(actual, str):
+            raise ValueError(
+                f"data.columns.{canonical}={actual}: a column is named canonical: actual, where "
+                f"canonical is one of {', '.join(CANONICAL_COLUMNS)}"
+            )
+    return flat
+
+
+def check_dataset_names(names, config):
+    """Raises ValueError for a data set that cannot be found, without reading any data or importing torch."""
+    load_plugins(config)
+    if isinstance(names, str):
+        raise ValueError(f"datasets={names}: give a list, datasets=[{names}]")
+    if not names:
+        raise ValueError("datasets=[]: name at least one data set")
+    names = [str(name) for name in names]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"datasets: {name} is named twice; use data.weights to give it more weight")
+        kind, target, named = _resolve(name, config)
+        if kind == "path":
+            for split in SPLITS:
+                if not (split == "test" and target.is_file()):
+                    find_split_files(target, split)
+        _columns_for(name, config)
+    paths = _plain(setting(config, "data.paths", {}))
+    for name, value in _plain(setting(config, "data.columns", {})).items():
+        if isinstance(value, dict) and name not in names:
+            raise ValueError(f"data.columns.{name}: no such data set among datasets={names}")
+    for name, value in paths.items():
+        if not isinstance(value, str):
+            raise ValueError(f"data.paths.{name}={value}: must be a file or a folder")
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def _resolve(name: str, config) -> tuple[str, object, NamedSource | None]:
+    """('function' | 'path' | 'hub', function or Path or Hub name, the registered source if any)."""
+    named = REGISTRY.get(name)
+    path = _plain(setting(config, "data.paths", {})).get(name)
+    if path is not None:
+        if named and named.function:
+            raise ValueError(f"data.paths.{name}: the data set {name} is a registered function, which reads no path")
+        path = Path(str(path)).expanduser()
+        if not path.exists():
+            raise ValueError(f"data.paths.{name}={path}: no such file or folder")
+        return "path", path, named
+    if named:
+        return ("function", named.function, named) if named.function else ("hub", named.hub, named)
+    if _exists(name):
+        return "path", Path(name).expanduser(), None
+    if looks_like_path(name):
+        raise ValueError(f"datasets: {name}: no such file or folder")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w. -]+)?", name):
+        return "hub", name, None
+    from difflib import get_close_matches
+
+    known = sorted(set(REGISTRY) | set(_plain(setting(config, "data.paths", {}))))
+    near = get_close_matches(name, known, 1, 0.5)
+    raise ValueError(
+        f"datasets: unknown data set {name!r}."
+        + (f" Did you mean {near[0]!r}?" if near else "")
+        + f" Registered are {', '.join(known)}; or give the path of a local file or folder, a Hub name "
+        f"written owner/name or owner/name:config, or data.paths.{name}=PATH"
+    )
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).expanduser().exists()
+    except (OSError, RuntimeError):  # too long for a path, or the home of an unknown user
+        return False
+
+
+# ---- opening ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Source:
+    """An opened data set: `groups()` streams its prompt groups and fills `counts`; nothing is read before."""
+
+    name: str
+    split: str
+    truncation: str
+    fingerprint: str  # of everything in the source that the groups depend on
+    reader: Callable[[], Iterator[PromptGroup]]
+    counts: Counter = field(default_factory=Counter)
+
+    def groups(self) -> Iterator[PromptGroup]:
+        """Yields each distinct prompt once, with all its responses and pairs. Raises ValueError for a malformed row."""
+        self.counts.clear()
+        return self.reader(self.counts)
+
+
+def open_source(name: str, split: str, config, sft: bool = False) -> Source:
+    """Finds a data set and fingerprints it. Raises ValueError when it cannot be found."""
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}; allowed are {SPLITS}")
+    load_plugins(config)
+    kind, target, named = _resolve(name, config)
+    truncation = setting(config, "data.truncation") or (named.truncation if named else "keep_end")
+    renames = _columns_for(name, config)
+    if kind == "function":
+        if renames and name in _plain(setting(config, "data.columns", {})):
+            raise ValueError(f"data.columns.{name}: the data set {name} is a registered function, which has no columns")
+        return _function_source(name, split, truncation, target)
+    fraction = float(setting(config, "data.test_fraction", 0.05))
+    if kind == "path":
+        files, separate = find_split_files(target, split)
+        content = fingerprint_files(files, cache_folder(config) / "files")
+        rows = _FileRows(files)
+    else:
+        rows, separate = _hub_rows(name, target, split, sft)
+        content = rows.fingerprint
+    test_share = None if separate else HOLD_OUT_SE if named and named.name == "se" else fraction
+    parser, columns = (named.parser, named.columns) if named else (None, ())
+    workers = worker_count(setting(config, "data.num_workers"))
+    by_row = test_share is not None and parser is parse_se
+    stream = RowStream(name, split, rows, parser, columns, renames, test_share, sft, by_row, workers)
+    identity = [content, named.name if named else "", renames, test_share, split if test_share is not None else "", sft]
+    fingerprint = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return Source(name, split, truncation, fingerprint, stream.groups)
+
+
+def get_dataset(name: str, split: str, config=None, sft: bool = False) -> dict:
+    """The whole split in the shape {prompt: {"responses", "pairs", "sft_target"}}, for looking at it."""
+    return {
+        group.key(): {"responses": group.responses, "pairs": group.pairs, "sft_target": group.sft_target}
+        for group in open_source(name, split, config or {}, sft).groups()
+    }
+
+
+def _function_source(name, split, truncation, function) -> Source:
+    try:
+        data = function(split)
+    except ValueError as error:
+        raise ValueError(f"data set {name}: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"data set {name}: its function must return a dict of prompts, not {describe(data)}")
+    digest = hashlib.blake2b(digest_size=16)
+    groups = []
+    counts = Counter()
+    for number, (prompt, entry) in enumerate(data.items(), 1):
+        counts["rows"] += 1
+        where = f"data set {name}, prompt {number}"
+        try:
+            if not hasattr(entry, "get") or not {"responses", "pairs"} <= set(entry):
+                raise ValueError("must be a dict with responses, pairs and sft_target")
+            group = checked_group(
+                text_of(prompt, "the prompt"), entry["responses"], entry["pairs"], entry.get("sft_target")
+            )
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if isinstance(group, str):
+            counts[group] += 1
+            continue
+        group.row = number
+        counts.update(group.dropped)
+        groups.append(group)
+        digest.update(json.dumps([group.prompt, group.responses, group.pairs, group.sft_target]).encode())
+
+    def reader(filled: Counter):
+        filled.update(counts)
+        filled["groups"] = len(groups)
+        return iter(groups)
+
+    return Source(name, split, truncation, digest.hexdigest(), reader)
+
+
+class _FileRows:
+    """Rows of local files, in order, with the place of each."""
+
+    def __init__(self, files):
+        self.files = files
+
+    def __iter__(self):
+        return self.read(None)
+
+    def read(self, wanted):
+        for file in self.files:
+            for number, row in read_rows(file, wanted):
+                yield file, number, row
+
+    def describe(self, where, number) -> str:
+        return row_location(where, number)
+
+    def label(self) -> str:
+        return ", ".join(str(file) for file in self.files[:3]) + (", ..." if len(self.files) > 3 else "")
+
+
+class _HubRows:
+    """Rows of a data set that the `datasets` library loaded."""
+
+    def __init__(self, dataset, name):
+        self.dataset, self.name = dataset, name
+        self.fingerprint = f"hub {name} {dataset._fingerprint}"
+
+    def read(self, wanted):
+        dataset = self.dataset
+        names = [column for column in dataset.column_names if wanted is None or column in wanted]
+        for number, row in enumerate(dataset.select_columns(names) if names else dataset, 1):
+            yield self.name, number, row
+
+    def describe(self, where, number) -> str:
+        return f"{where}, row {number}"
+
+    def label(self) -> str:
+        return self.name
+
+
+def _hub_rows(name: str, target: str, split: str, sft: bool) -> tuple[_HubRows, bool]:
+    """The rows of a Hub data set's split, and whether that split is a split of its own."""
+    repository, _, configuration = target.partition(":")
+    try:
+        import datasets
+
+        loaded = datasets.load_dataset(repository, configuration or None)
+    except Exception as error:  # the library raises from many families; all of them mean: no data
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise ValueError(
+            f"data set {name}: cannot load {target} from the Hugging Face Hub ({type(error).__name__}: "
+            f"{first}). Without a network give a local copy: data.paths.{_key(name)}=FILE_OR_FOLDER "
+            f"(json, jsonl, csv, parquet or a saved `datasets` folder). If the data set has "
+            f"configurations, name one: {repository}:NAME"
+        ) from error
+    if not hasattr(loaded, "keys"):
+        return _HubRows(loaded, name), False
+    try:
+        found, separate = find_hub_split(loaded, split, sft)
+    except ValueError as error:
+        raise ValueError(f"data set {name}: {error}") from None
+    if found is None:
+        return _HubRows(next(iter(loaded.values())), name), separate
+    return _HubRows(loaded[found], f"{name} ({found})"), separate
+
+
+def _key(name: str) -> str:
+    """A name as one would write it as a config key."""
+    return name if re.fullmatch(r"\w+", name) else f"'{name}'"
