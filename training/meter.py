@@ -12,7 +12,7 @@ from utils import peak_memory
 if TYPE_CHECKING:
     import torch
 
-    from data.batching import Step
+    from data.sampler import Step
 
 
 class Meter:
