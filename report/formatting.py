@@ -87,6 +87,13 @@ def duration(seconds: float) -> str:
     return f"{seconds}s"
 
 
+def as_number(value: Any) -> int | float:
+    """A plain number of a tensor with one element, a numpy scalar or a truth value."""
+    if isinstance(value, bool):
+        return int(value)
+    return value if isinstance(value, int) else float(value)
+
+
 def excerpt(text: str, length: int = 160, end: bool = False) -> str:
     """One line of a text: its beginning, or its end."""
     text = " ".join(str(text).split())
