@@ -45,13 +45,13 @@ class PromptGroup:
         The SFT target stays the first one, unless the other's score is higher.
         """
         known = {text: index for index, text in enumerate(self.responses)}
-        place = []
+        renumbered = []
         for text in other.responses:
             if text not in known:
                 known[text] = len(self.responses)
                 self.responses.append(text)
-            place.append(known[text])
-        self.pairs += [(place[chosen], place[rejected]) for chosen, rejected in other.pairs]
+            renumbered.append(known[text])
+        self.pairs += [(renumbered[chosen], renumbered[rejected]) for chosen, rejected in other.pairs]
         better = other.sft_score is not None and (self.sft_score is None or other.sft_score > self.sft_score)
         if other.sft_target is not None and (self.sft_target is None or better):
             self.sft_target, self.sft_score = other.sft_target, other.sft_score
@@ -238,7 +238,7 @@ def parse_se(row: dict, sft: bool) -> PromptGroup | str:
     return group
 
 
-# ---- formats told from the columns -------------------------------------------------------------------------------
+# ---- formats recognised by their columns -------------------------------------------------------------------------------
 
 
 def parse_preferences(row: dict, sft: bool) -> PromptGroup | str:
@@ -313,13 +313,13 @@ def parse_groups(row: dict, sft: bool) -> PromptGroup | str:
 
 
 def checked_group(prompt, responses, pairs, sft_target) -> PromptGroup | str:
-    """A PromptGroup of values that somebody else gave: checked, without empties, equal texts merged."""
+    """A PromptGroup of values from outside: checked, without empty texts, equal texts merged."""
     responses = [text_of(text, f"responses[{number}]") for number, text in enumerate(list_of(responses, "responses"))]
     group = PromptGroup(prompt, header=header_of(prompt))
-    place: dict[str, int] = {}
+    index_of: dict[str, int] = {}
     for text in responses:
-        if text.strip() and text not in place:
-            place[text] = len(group.responses)
+        if text.strip() and text not in index_of:
+            index_of[text] = len(group.responses)
             group.responses.append(text)
     for number, pair in enumerate([] if pairs is None else list_of(pairs, "pairs")):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(type(index) is int for index in pair):
@@ -335,7 +335,7 @@ def checked_group(prompt, responses, pairs, sft_target) -> PromptGroup | str:
         if reason:
             group.dropped[reason] = group.dropped.get(reason, 0) + 1
         else:
-            group.pairs.append((place[texts[0]], place[texts[1]]))
+            group.pairs.append((index_of[texts[0]], index_of[texts[1]]))
     if sft_target not in (None, ""):
         group.sft_target = text_of(sft_target, "sft_target")
         if not group.sft_target.strip():
@@ -375,7 +375,7 @@ def _sft_group(prompt, target: str) -> PromptGroup | str:
     return PromptGroup(prompt, [target], [], target, header=header_of(prompt))
 
 
-FORMATS = {  # the columns that tell a format -> its parser, whether it has pairs, the columns it reads
+FORMATS = {  # the columns that mark a format -> its parser, whether it has pairs, the columns it reads
     ("prompt", "responses", "pairs"): (parse_groups, True, ("prompt", "responses", "pairs", "sft_target")),
     ("prompt", "responses", "sft_target"): (parse_groups, False, ("prompt", "responses", "pairs", "sft_target")),
     ("prompt", "chosen", "rejected"): (parse_preferences, True, ("prompt", "chosen", "rejected")),

@@ -1,56 +1,18 @@
-"""Text and conversations -> token ids, with control tokens only where we put them.
+"""Text -> token ids, with control tokens only where we put them.
 
 A preference row is full of text that other people wrote. What looks like a control token in it (an end-of-text mark, a
 chat marker) is encoded as the plain characters it is; only the chat template's own markers, the tokenizer's own BOS and
-the EOS at a response's end become control tokens.
+the EOS at a response's end become control tokens. transformers' tokenizers would take such text for control tokens.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
-from data.row_formats import ASSISTANT, HUMAN, PromptGroup
-
-# Private-use characters that stand for text while a template is rendered; picked anew when a text contains them.
-_PRIVATE = [chr(code) for code in range(0xE000, 0xF8FF)]
-
-
-@dataclass
-class Layout:
-    """A group's texts as they will be encoded: `prompt` is a prefix of each of `fulls`.
-
-    markers: control tokens in these texts are real ones (a rendered conversation), except stand-ins in `stood_for`.
-    terminated: the texts end with the turn's own end token, so no EOS is added.
-    header: the end of the prompt that truncation keeps; None when it takes another rendering (see `header_of`).
-    """
-
-    prompt: str
-    fulls: list[str]
-    markers: bool = False
-    terminated: bool = False
-    header: str | None = ""
-    stood_for: dict[str, str] = field(default_factory=dict)
-    messages: list | None = None
-
-
-def read_chat_template(value: str | None) -> str | None:
-    """data.chat_template: a template, or the path of a file that holds one. Raises ValueError when it is neither."""
-    if not value:
-        return None
-    if "{" in value:
-        return value
-    try:
-        return Path(value).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"data.chat_template={value}: neither a template (it has no braces) nor a readable file ({error})"
-        ) from error
+from data.chat_templates import ChatRenderer, RenderedGroup
 
 
 class TextEncoder:
@@ -64,10 +26,6 @@ class TextEncoder:
                 "model.tokenizer_name_or_path"
             )
         self.eos_id = int(tokenizer.eos_token_id)
-        template = chat_template or getattr(tokenizer, "chat_template", None)
-        if isinstance(template, dict):  # named templates; 'default' is the one for plain chat
-            template = template.get("default", next(iter(template.values()), None))
-        self.template = template
         self.prefix = self._added_prefix()
         added = getattr(tokenizer, "added_tokens_decoder", {})
         control = {token.content: int(number) for number, token in added.items() if token.special}
@@ -77,8 +35,7 @@ class TextEncoder:
         longest_first = sorted(self.control, key=len, reverse=True)
         self._control_text = re.compile("|".join(map(re.escape, longest_first)))
         self._forbidden = set(self.control.values()) - {tokenizer.unk_token_id}
-        self.notices: list[str] = []
-        self.counts: Counter = Counter()
+        self.renderer = ChatRenderer(tokenizer, chat_template, self._control_text)
 
     @cached_property
     def _serialized(self) -> str | None:
@@ -145,7 +102,7 @@ class TextEncoder:
             vocabulary,
             self.prefix,
             self.eos_id,
-            self.template,
+            self.renderer.template,
             sorted(self.control.items()),
         ]
         return hashlib.blake2b(json.dumps(parts).encode(errors="surrogatepass"), digest_size=16).hexdigest()
@@ -188,8 +145,8 @@ class TextEncoder:
             return [each.ids for each in self._marked.encode_batch_fast(texts, add_special_tokens=False)]
         return [self._slow_ids(text, plain=False) for text in texts]
 
-    def encode_stood_for(self, text: str, stood_for: dict[str, str]) -> list[int]:
-        """Ids of a rendered conversation in which stand-ins take the place of control-like text in the messages."""
+    def encode_with_placeholders(self, text: str, placeholders: dict[str, str]) -> list[int]:
+        """Ids of a rendered conversation: control tokens are real ones, placeholders become the texts they replaced."""
         ids: list[int] = []
         runs = re.split(f"({self._control_text.pattern})", text)
         for index, run in enumerate(runs):
@@ -200,8 +157,8 @@ class TextEncoder:
                 run = run.lstrip()
             if index + 1 < len(runs) and self._strips.get(runs[index + 1], (False, False))[0]:
                 run = run.rstrip()
-            for stand_in, original in stood_for.items():
-                run = run.replace(stand_in, original)
+            for placeholder, original in placeholders.items():
+                run = run.replace(placeholder, original)
             if not run:
                 continue
             if self.is_fast and index > 0:
@@ -211,151 +168,35 @@ class TextEncoder:
                 ids += self.encode_plain([run])[0]
         return ids
 
-    def encode_layouts(self, layouts: list[Layout]) -> list[list[list[int]]]:
-        """For each layout the ids of its prompt and of each full text, in one batch of each kind."""
-        plain = [text for each in layouts if not each.markers for text in (each.prompt, *each.fulls)]
+    def encode_groups(self, groups: list[RenderedGroup]) -> list[list[list[int]]]:
+        """For each group the ids of its prompt and of each full text, in one batch of each kind."""
+        plain = [text for group in groups if not group.control_tokens for text in (group.prompt, *group.full_texts)]
         marked = [
-            text for each in layouts if each.markers and not each.stood_for for text in (each.prompt, *each.fulls)
+            text
+            for group in groups
+            if group.control_tokens and not group.placeholders
+            for text in (group.prompt, *group.full_texts)
         ]
         plain_ids = iter(self.encode_plain(plain) if plain else ())
         marked_ids = iter(self.encode_marked(marked) if marked else ())
         result = []
-        for each in layouts:
-            texts = (each.prompt, *each.fulls)
-            if each.stood_for:
-                result.append([self.encode_stood_for(text, each.stood_for) for text in texts])
+        for group in groups:
+            texts = (group.prompt, *group.full_texts)
+            if group.placeholders:
+                result.append([self.encode_with_placeholders(text, group.placeholders) for text in texts])
             else:
-                source = marked_ids if each.markers else plain_ids
+                source = marked_ids if group.control_tokens else plain_ids
                 result.append([next(source) for _ in texts])
         return result
 
-    # ---- groups -> texts ---------------------------------------------------------------------------------------
-
-    def lay_out(self, group: PromptGroup, responses: list[str]) -> Layout:
-        """The texts of a group. Raises ValueError when the chat template refuses the conversation."""
-        conversation = isinstance(group.prompt, list)
-        contents = [message["content"] for message in group.prompt] if conversation else [group.prompt]
-        lookalikes = sum(bool(self._control_text.search(text)) for text in contents + responses)
-        if lookalikes:
-            self.counts["texts_with_control_lookalikes"] += lookalikes
-        if conversation:
-            if self.template:
-                return self._rendered(group.prompt, responses, bool(lookalikes))
-            self._notice(
-                "the tokenizer has no chat template: conversations are laid out as "
-                r"'\n\nHuman: ... \n\nAssistant:'; data.chat_template gives another layout"
-            )
-            prompt, responses = dialogue_text(group.prompt), [" " + text.lstrip(" ") for text in responses]
-            return Layout(prompt, [prompt + text for text in responses], header=ASSISTANT)
-        return Layout(group.prompt, [group.prompt + text for text in responses], header=group.header)
-
-    def _notice(self, text: str):
-        if text not in self.notices:
-            self.notices.append(text)
-
-    def _rendered(self, messages: list[dict], responses: list[str], protect: bool) -> Layout:
-        everything = "".join(message["content"] for message in messages) + "".join(responses)
-        free = (character for character in _PRIVATE if character not in everything)
-        stood_for: dict[str, str] = {}
-        if protect:
-            # Stand-ins keep a template's own handling of the text around them (trimming, splitting) as it is.
-            known: dict[str, str] = {}
-
-            def stand_in(match):
-                if match.group() not in known:
-                    known[match.group()] = next(free)
-                return known[match.group()]
-
-            messages = [
-                {**message, "content": self._control_text.sub(stand_in, message["content"])} for message in messages
-            ]
-            responses = [self._control_text.sub(stand_in, text) for text in responses]
-            stood_for = {character: text for text, character in known.items()}
-        mark = next(free) * 3
-        head, tail, messages = self._head_and_tail(messages, mark)
-        end = self._control_text.search(tail)
-        kept_tail = tail[: end.end()] if end else ""
-        prompt, bodies = head, []
-        for response in responses:
-            text = self._render(messages + [{"role": "assistant", "content": response}])
-            if not text.endswith(tail):
-                raise ValueError(
-                    "the chat template ends this assistant turn otherwise than others, so its end cannot "
-                    "be told; give another template with data.chat_template"
-                )
-            body = text[: len(text) - len(tail)]
-            # A template may look into the answer (reasoning blocks, say): what all answers share is the prompt.
-            if not body.startswith(prompt):
-                prompt = os.path.commonprefix([prompt, body])
-            bodies.append(body)
-        return Layout(
-            prompt,
-            [body + kept_tail if len(body) > len(prompt) else body for body in bodies],
-            True,
-            bool(end),
-            None,
-            stood_for,
-            messages,
-        )
-
-    def _head_and_tail(self, messages, mark: str):
-        """What the template writes before and after the assistant's answer; the messages, changed if they had to be."""
-        from jinja2 import TemplateError
-
-        try:
-            text = self._render(messages + [{"role": "assistant", "content": mark}])
-        except TemplateError as error:
-            if not (len(messages) > 1 and messages[0]["role"] == "system" and messages[1]["role"] == "user"):
-                raise ValueError(
-                    f"the chat template refuses this conversation (roles "
-                    f"{[message['role'] for message in messages]}): {error}"
-                ) from error
-            self._notice("the chat template knows no system turn: its text was put before the first user turn")
-            self.counts["system_turns_folded"] += 1
-            folded = messages[0]["content"] + "\n\n" + messages[1]["content"]
-            return self._head_and_tail([{"role": "user", "content": folded}] + messages[2:], mark)
-        head, found, tail = text.rpartition(mark)
-        if not found:
-            raise ValueError(
-                "the chat template does not write the assistant's answer; give another with data.chat_template"
-            )
-        return head, tail, messages
-
-    def _render(self, messages) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, chat_template=self.template, tokenize=False, add_generation_prompt=False
-        )
-
-    def header_tokens(self, layout: Layout, prompt_ids: list[int]) -> int:
+    def header_tokens(self, group: RenderedGroup, prompt_ids: list[int]) -> int:
         """How many tokens at the prompt's end open the assistant's turn."""
-        header = layout.header
-        if header is None:  # what the template writes after the last message's words
-            everything = layout.prompt + "".join(message["content"] for message in layout.messages)
-            mark = next(character for character in _PRIVATE if character not in everything) * 3
-            last = {**layout.messages[-1], "content": mark}
-            try:
-                head = self._head_and_tail(layout.messages[:-1] + [last], "\uf8ff" * 3)[0]
-            except ValueError:
-                head = ""
-            header = head.rpartition(mark)[2]
-        if not header or not layout.prompt.endswith(header):
+        header = self.renderer.header(group)
+        if not header or not group.prompt.endswith(header):
             return 0
-        before = layout.prompt[: len(layout.prompt) - len(header)]
-        ids = self.encode_layouts([Layout(before, [], layout.markers, stood_for=layout.stood_for)])[0][0]
-        return len(prompt_ids) - common_length(ids, prompt_ids)
-
-
-def dialogue_text(messages: list[dict]) -> str:
-    """A conversation in the layout of the HH data, up to and including the assistant's header."""
-    names = {"user": HUMAN, "assistant": ASSISTANT}
-    turns = [
-        f"{names[message['role']]} {message['content']}" if message["role"] in names else message["content"]
-        for message in messages
-    ]
-    return (
-        "".join(turn if turn.startswith("\n\n") or not number else "\n\n" + turn for number, turn in enumerate(turns))
-        + ASSISTANT
-    )
+        before = group.prompt[: len(group.prompt) - len(header)]
+        rendered = RenderedGroup(before, [], group.control_tokens, placeholders=group.placeholders)
+        return len(prompt_ids) - common_length(self.encode_groups([rendered])[0][0], prompt_ids)
 
 
 def common_length(left: list[int], right: list[int]) -> int:

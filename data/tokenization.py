@@ -20,17 +20,18 @@ from array import array
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from data import token_cache
+from data.chat_templates import read_chat_template
 from data.row_formats import PromptGroup
 from data.sources import Source, cache_folder, open_source, setting
-from data.text_encoding import Layout, TextEncoder, common_length, read_chat_template, tokenizer_threads
+from data.text_encoding import TextEncoder, tokenizer_threads
 from data.token_cache import ArrayFile, CacheWriteError
+from data.truncation import Limits, TokenGroup, fit_group
 from data.workers import ordered_map, worker_count
 
 FORMAT = 1  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
@@ -102,27 +103,6 @@ class TokenizedDataset:
     def response_id(self, group: int, index: int) -> int:
         """The number of a response in the whole data set, 0 .. n_responses - 1."""
         return int(self.group_starts[group]) - group + index
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much of a group stays. Lengths in tokens."""
-
-    max_length: int
-    max_prompt_length: int
-    truncation: str = "keep_end"
-    on_overlong: str = "truncate"
-
-
-@dataclass
-class TokenGroup:
-    """A tokenised prompt group; every response occurs in a pair (SFT: there is one response and no pair)."""
-
-    prompt: list[int]
-    responses: list[list[int]]
-    pairs: list[tuple[int, int]]
-    truncated: list[bool]
-    row: int
 
 
 def load_tokenized(name: str, split: str, tokenizer, config, sft: bool, progress=None) -> TokenizedDataset:
@@ -222,7 +202,7 @@ def _write(source: Source, encoder, limits, sft, key, parent: Path, label, progr
                 "name": source.name,
                 "split": source.split,
                 "counts": {name: int(number) for name, number in sorted(counts.items()) if number},
-                "notices": encoder.notices,
+                "notices": encoder.renderer.notices,
                 "files": manifest_files,
             },
         )
@@ -264,35 +244,35 @@ def tokenized_chunks(
 ):
     """Yields lists of TokenGroup in the source's order; fills counts.
 
-    One thread reads and lays out the next chunk while the tokenizer, which needs no Python, works on the last one.
+    One thread reads and renders the next chunk while the tokenizer, which needs no Python, works on the last one.
     """
     bar = progress(None, f"tokenising {source.name} {source.split}", "prompts") if progress else nullcontext()
-    encoder.counts.clear()
+    encoder.renderer.counts.clear()
     groups = source.groups()
     work: deque = deque()  # what each chunk of texts that is being encoded belongs to
 
-    def laid_out():
+    def rendered_chunks():
         while chunk := list(islice(groups, CHUNK)):
-            laid = [_laid_out(group, encoder, sft, source, counts) for group in chunk]
-            laid = [each for each in laid if each]
-            work.append((len(chunk), laid))
-            yield [layout for _, layout, _ in laid]
+            kept = [_rendered(group, encoder, sft, source, counts) for group in chunk]
+            kept = [each for each in kept if each]
+            work.append((len(chunk), kept))
+            yield [rendered for _, rendered, _ in kept]
 
     with tokenizer_threads(workers), bar as shown:
         if encoder.is_fast:
-            encoded = _one_ahead(encoder.encode_layouts, laid_out())
+            encoded = _one_ahead(encoder.encode_groups, rendered_chunks())
         else:
-            encoded = ordered_map(TextEncoder.encode_layouts, laid_out(), worker_count(workers), encoder)
+            encoded = ordered_map(TextEncoder.encode_groups, rendered_chunks(), worker_count(workers), encoder)
         for all_ids in encoded:
-            read, laid = work.popleft()
+            read, kept = work.popleft()
             done = [
-                _fitted(group, layout, pairs, ids, encoder, limits, counts)
-                for (group, layout, pairs), ids in zip(laid, all_ids)
+                fit_group(group, rendered, pairs, ids, encoder, limits, counts)
+                for (group, rendered, pairs), ids in zip(kept, all_ids)
             ]
             yield [group for group in done if group is not None]
             if shown is not None:
                 shown.update(read)
-    counts.update(encoder.counts)
+    counts.update(encoder.renderer.counts)
 
 
 def _one_ahead(function, items):
@@ -308,8 +288,8 @@ def _one_ahead(function, items):
             yield running.result()
 
 
-def _laid_out(group: PromptGroup, encoder: TextEncoder, sft: bool, source: Source, counts: Counter):
-    """(group, layout, pairs into the layout's responses), or None for a group that this loss has no use for."""
+def _rendered(group: PromptGroup, encoder: TextEncoder, sft: bool, source: Source, counts: Counter):
+    """(group, its texts, pairs into them), or None for a group that this loss has no use for."""
     if sft:
         if group.sft_target is None:
             counts["dropped_no_sft_target"] += 1
@@ -320,84 +300,10 @@ def _laid_out(group: PromptGroup, encoder: TextEncoder, sft: bool, source: Sourc
         if not used:
             counts["dropped_no_pair"] += 1
             return None
-        place = {index: number for number, index in enumerate(used)}
+        renumbered = {index: number for number, index in enumerate(used)}
         responses = [group.responses[index] for index in used]
-        pairs = [(place[chosen], place[rejected]) for chosen, rejected in group.pairs]
+        pairs = [(renumbered[chosen], renumbered[rejected]) for chosen, rejected in group.pairs]
     try:
-        return group, encoder.lay_out(group, responses), pairs
+        return group, encoder.renderer.render(group, responses), pairs
     except ValueError as error:
         raise ValueError(f"data set {source.name}, row {group.row}: {error}") from error
-
-
-def _fitted(
-    group: PromptGroup, layout: Layout, pairs, ids, encoder: TextEncoder, limits: Limits, counts: Counter
-) -> TokenGroup | None:
-    """Splits, ends and cuts one group's tokens; None when nothing of it is left."""
-    prompt_ids, *fulls = ids
-    length = min(common_length(prompt_ids, full) for full in fulls)
-    if length < len(prompt_ids):
-        counts["merged_boundaries"] += 1
-    responses = [full[length:] + ([] if layout.terminated else [encoder.eos_id]) for full in fulls]
-    prefix = [] if layout.markers else encoder.prefix
-    prompt = prefix + prompt_ids[:length]
-    if not prompt:
-        # The first response token needs something before it: what the model takes for the start of a text.
-        bos = encoder.tokenizer.bos_token_id
-        prompt = prefix = [encoder.eos_id if bos is None else int(bos)]
-        counts["empty_prompts"] += 1
-    alive = [True] * len(responses)
-    truncated = [False] * len(responses)
-    longest = max(map(len, responses))
-    if len(prompt) + longest > limits.max_length:
-        if limits.on_overlong == "error":
-            raise ValueError(
-                f"row {group.row}: prompt of {len(prompt)} + response of {longest} tokens exceed "
-                f"max_length={limits.max_length}; raise it, or set data.on_overlong to truncate or drop"
-            )
-        if limits.on_overlong == "drop":
-            alive = [len(prompt) + len(response) <= limits.max_length for response in responses]
-        else:
-            if len(prompt) > limits.max_prompt_length:
-                header = max(encoder.header_tokens(layout, prompt_ids) - (len(prompt_ids) - length), 0)
-                prompt = cut_prompt(prompt, limits, _kept_start(prompt, prefix, encoder), header)
-                counts["prompts_cut"] += 1
-            room = max(limits.max_length - len(prompt), 0)
-            truncated = [len(response) > room for response in responses]
-            responses = [response[:room] for response in responses]
-            alive = [bool(response) for response in responses]
-            counts["responses_cut"] += sum(cut and left for cut, left in zip(truncated, alive))
-    reason = "dropped_overlong" if limits.on_overlong == "drop" else "dropped_no_room"
-    if pairs:
-        kept = [pair for pair in pairs if alive[pair[0]] and alive[pair[1]]]
-        counts[reason] += len(pairs) - len(kept)
-        differing = [pair for pair in kept if responses[pair[0]] != responses[pair[1]]]
-        counts["dropped_identical_tokens"] += len(kept) - len(differing)
-        used = sorted({index for pair in differing for index in pair})
-        place = {index: number for number, index in enumerate(used)}
-        pairs = [(place[chosen], place[rejected]) for chosen, rejected in differing]
-    else:
-        used = [index for index, living in enumerate(alive) if living]
-        counts[reason] += len(alive) - len(used)
-    if not used:
-        return None
-    return TokenGroup(
-        prompt, [responses[index] for index in used], pairs, [truncated[index] for index in used], group.row
-    )
-
-
-def _kept_start(prompt: list[int], prefix: list[int], encoder: TextEncoder) -> int:
-    """How many tokens at the prompt's start are no text: the BOS, added by the tokenizer or by the template."""
-    if prefix:
-        return len(prefix)
-    bos = encoder.tokenizer.bos_token_id
-    # Some templates use the BOS as a turn's mark; one that occurs again is such a mark.
-    return int(prompt[0] == bos and (encoder.prefix == [bos] or prompt.count(bos) == 1))
-
-
-def cut_prompt(prompt: list[int], limits: Limits, start: int, header: int) -> list[int]:
-    """Cuts a prompt to max_prompt_length; its first `start` and last `header` tokens stay in any case."""
-    room = max(limits.max_prompt_length - start, header)
-    if limits.truncation == "keep_end":
-        return prompt[:start] + (prompt[len(prompt) - room :] if room else [])
-    body, tail = prompt[start : len(prompt) - header], prompt[len(prompt) - header :]
-    return prompt[:start] + body[: room - header] + tail

@@ -579,9 +579,11 @@ def _cached_figures(config, datasets) -> DataFigures:
 
 
 def _sampled_figures(config, tokenizer, sft: bool) -> DataFigures:
+    from data.chat_templates import read_chat_template
     from data.sources import open_source
-    from data.text_encoding import TextEncoder, read_chat_template
-    from data.tokenization import Limits, tokenized_chunks
+    from data.text_encoding import TextEncoder
+    from data.tokenization import tokenized_chunks
+    from data.truncation import Limits
 
     encoder = TextEncoder(tokenizer, read_chat_template(config.data.chat_template))
     examples = tokens = 0.0

@@ -36,7 +36,8 @@ from data import text_encoding, tokenization
 from data.row_formats import PromptGroup
 from data.sources import open_source
 from data.text_encoding import TextEncoder
-from data.tokenization import Limits, load_tokenized
+from data.tokenization import load_tokenized
+from data.truncation import Limits
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_HH = ROOT.parent / "shared" / "data" / "hh-rlhf"
@@ -343,7 +344,7 @@ def test_markers_inside_messages_are_text(tmp_path, tokenizer):
 def test_the_protected_path_encodes_like_the_plain_one(tokenizer):
     encoder = TextEncoder(tokenizer)
     text = tokenizer.apply_chat_template(chat("the sky", " yes ", "and"), tokenize=False)
-    assert encoder.encode_stood_for(text, {}) == encoder.encode_marked([text])[0]
+    assert encoder.encode_with_placeholders(text, {}) == encoder.encode_marked([text])[0]
 
 
 def test_a_generation_prompt_that_differs_from_the_rendered_turn_is_not_used(tmp_path):

@@ -1,0 +1,107 @@
+"""Cuts the token ids of a prompt group to the lengths that the settings allow (the rules stand in tokenization.py)."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from data.chat_templates import RenderedGroup
+from data.row_formats import PromptGroup
+from data.text_encoding import TextEncoder, common_length
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of a group stays. Lengths in tokens."""
+
+    max_length: int
+    max_prompt_length: int
+    truncation: str = "keep_end"
+    on_overlong: str = "truncate"
+
+
+@dataclass
+class TokenGroup:
+    """A tokenised prompt group; every response occurs in a pair (SFT: there is one response and no pair)."""
+
+    prompt: list[int]
+    responses: list[list[int]]
+    pairs: list[tuple[int, int]]
+    truncated: list[bool]
+    row: int
+
+
+def fit_group(
+    group: PromptGroup, rendered: RenderedGroup, pairs, ids, encoder: TextEncoder, limits: Limits, counts: Counter
+) -> TokenGroup | None:
+    """Splits, ends and cuts one group's tokens; None when nothing of it is left.
+
+    ids: of the rendered prompt and of each of the full texts. pairs: into the full texts. Fills counts.
+    Raises ValueError for a group that is too long, with on_overlong=error.
+    """
+    prompt_ids, *fulls = ids
+    length = min(common_length(prompt_ids, full) for full in fulls)
+    if length < len(prompt_ids):
+        counts["merged_boundaries"] += 1
+    responses = [full[length:] + ([] if rendered.terminated else [encoder.eos_id]) for full in fulls]
+    prefix = [] if rendered.control_tokens else encoder.prefix
+    prompt = prefix + prompt_ids[:length]
+    if not prompt:
+        # The first response token needs something before it: what the model takes for the start of a text.
+        bos = encoder.tokenizer.bos_token_id
+        prompt = prefix = [encoder.eos_id if bos is None else int(bos)]
+        counts["empty_prompts"] += 1
+    alive = [True] * len(responses)
+    truncated = [False] * len(responses)
+    longest = max(map(len, responses))
+    if len(prompt) + longest > limits.max_length:
+        if limits.on_overlong == "error":
+            raise ValueError(
+                f"row {group.row}: prompt of {len(prompt)} + response of {longest} tokens exceed "
+                f"max_length={limits.max_length}; raise it, or set data.on_overlong to truncate or drop"
+            )
+        if limits.on_overlong == "drop":
+            alive = [len(prompt) + len(response) <= limits.max_length for response in responses]
+        else:
+            if len(prompt) > limits.max_prompt_length:
+                header = max(encoder.header_tokens(rendered, prompt_ids) - (len(prompt_ids) - length), 0)
+                prompt = cut_prompt(prompt, limits, _kept_start(prompt, prefix, encoder), header)
+                counts["prompts_cut"] += 1
+            room = max(limits.max_length - len(prompt), 0)
+            truncated = [len(response) > room for response in responses]
+            responses = [response[:room] for response in responses]
+            alive = [bool(response) for response in responses]
+            counts["responses_cut"] += sum(cut and left for cut, left in zip(truncated, alive))
+    reason = "dropped_overlong" if limits.on_overlong == "drop" else "dropped_no_room"
+    if pairs:
+        kept = [pair for pair in pairs if alive[pair[0]] and alive[pair[1]]]
+        counts[reason] += len(pairs) - len(kept)
+        differing = [pair for pair in kept if responses[pair[0]] != responses[pair[1]]]
+        counts["dropped_identical_tokens"] += len(kept) - len(differing)
+        used = sorted({index for pair in differing for index in pair})
+        renumbered = {index: number for number, index in enumerate(used)}
+        pairs = [(renumbered[chosen], renumbered[rejected]) for chosen, rejected in differing]
+    else:
+        used = [index for index, living in enumerate(alive) if living]
+        counts[reason] += len(alive) - len(used)
+    if not used:
+        return None
+    return TokenGroup(
+        prompt, [responses[index] for index in used], pairs, [truncated[index] for index in used], group.row
+    )
+
+
+def _kept_start(prompt: list[int], prefix: list[int], encoder: TextEncoder) -> int:
+    """How many tokens at the prompt's start are no text: the BOS, added by the tokenizer or by the template."""
+    if prefix:
+        return len(prefix)
+    bos = encoder.tokenizer.bos_token_id
+    # Some templates use the BOS as a turn's mark; one that occurs again is such a mark.
+    return int(prompt[0] == bos and (encoder.prefix == [bos] or prompt.count(bos) == 1))
+
+
+def cut_prompt(prompt: list[int], limits: Limits, start: int, header: int) -> list[int]:
+    """Cuts a prompt to max_prompt_length; its first `start` and last `header` tokens stay in any case."""
+    room = max(limits.max_prompt_length - start, header)
+    if limits.truncation == "keep_end":
+        return prompt[:start] + (prompt[len(prompt) - room :] if room else [])
+    body, tail = prompt[start : len(prompt) - header], prompt[len(prompt) - header :]
+    return prompt[:start] + body[: room - header] + tail
