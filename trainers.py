@@ -1,8 +1,7 @@
-"""The training loop, and where its model lives.
+"""The training loop.
 
-`BasicTrainer` reads from top to bottom: prepare, evaluate, step, save. `FSDPTrainer` and `TensorParallelTrainer` change
-only where parameters are (`build_model`), how many ranks share the data, and how a gradient norm is taken; the computation is
-the same, and tests hold them to it.
+`BasicTrainer` reads from top to bottom: prepare, evaluate, step, save. `FSDPTrainer` and `TensorParallelTrainer` are
+the same computation, and tests hold them to it; what differs is in `placement` (parallel/placement.py).
 """
 
 from __future__ import annotations
@@ -22,23 +21,16 @@ from data.sampler import BatchSampler, DatasetMixture, Step, cpu_token_budget, w
 from data.tokenization import load_tokenized
 from losses import preference_loss  # noqa: F401  (part of this module's public face)
 from modeling import loading, scoring
-from modeling.generation import generate_samples, reshard_after_eval
+from modeling.generation import generate_samples
 from modeling.loading import DTYPES
 from modeling.reference import Reference
 from parallel import launch
+from parallel.placement import make_placement
 from report.reporter import Reporter
 from training.guards import EarlyStop, Heartbeat, MovementWatch, SignalWatch, offending_examples, write_down
 from training.meter import Meter
 from training.metrics import PREFERENCE_METRICS, SFT_METRICS, MetricAccumulator, preference_columns, sft_columns
-from utils import (
-    World,
-    all_reduce_sum,
-    broadcast_object,
-    check_same,
-    gather_objects,
-    keep_freed_memory,
-    seed_everything,
-)
+from utils import World, broadcast_object, check_same, gather_objects, keep_freed_memory, run_on_main, seed_everything
 
 
 def run(config, run_dir: str, world: World) -> float | None:
@@ -76,8 +68,6 @@ class BasicTrainer:
         self.config, self.run_dir, self.world = config, run_dir, world
         self.device = torch.device(world.device)
         self.sft = config.loss.name == "sft"
-        # Ranks that take different examples; ranks of one tensor-parallel group share theirs.
-        self.data_rank, self.data_ranks = 0, 1
         seed_everything(config.seed)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -107,54 +97,26 @@ class BasicTrainer:
         # float16 gradients underflow without a factor on the loss; it adapts in `train_step`.
         self.loss_scale = 2.0**16 if config.model.fsdp_policy_mp == "float16" else 1.0
         self.good_steps = 0
-
-    # ---- What the placements change ------------------------------------------------------------------------------
-
-    def build_model(self, dtype: torch.dtype, frozen: bool = False) -> torch.nn.Module:
-        """A model with its weights, ready to compute on this rank's device."""
-        model = loading.load_model(self.config, self.tokenizer, dtype, self.device)
-        blocks = loading.find_blocks(model, self.block_name)
-        if not frozen:
-            every = int(self.config.activation_checkpointing)
-            if every:
-                loading.checkpoint_activations(blocks, every)
-        if self.config.compile:
-            for block in blocks:
-                block.compile(dynamic=True)  # rows differ in length
-        loading.choose_trainable(model, frozen, self.config.model.frozen)
-        return model
+        self.placement = make_placement(config, world)
 
     def choose_attention(self, unit: PromptUnit) -> tuple[str, bool]:
         """The fastest way of scoring that is right for this model: (kernel, full_forward)."""
-        # In low precision rounding could hide a small leak between responses: a float32 copy of two layers shows it.
-        exact = self.config.model.policy_dtype == "float32"
-        model = self.policy if exact else loading.sample_of(self.config, self.tokenizer, self.device)
-        kernel, whole, notice = scoring.choose_attention(
-            model, unit, self.config.model.attention, self.tokenizer.pad_token_id, self.device
-        )
+        # In low precision rounding could hide a small leak between responses, and shards complicate a try: a float32
+        # copy of two layers with random weights shows it as well.
+        exact = self.config.model.policy_dtype == "float32" and not self.placement.sharded
+
+        def choose() -> tuple[str, bool, str | None]:
+            model = self.policy if exact else loading.sample_of(self.config, self.tokenizer, self.device)
+            return scoring.choose_attention(
+                model, unit, self.config.model.attention, self.tokenizer.pad_token_id, self.device
+            )
+
+        kernel, whole, notice = run_on_main(choose, self.world)
         if notice:
             self.notice(notice)
         return kernel, whole
 
-    def parameter_groups(self) -> list[dict]:
-        """Trainable parameters for the optimizer; it works on each group's parameters together."""
-        return [{"params": [p for p in self.policy.parameters() if p.requires_grad]}]
-
-    def clip_gradients(self) -> torch.Tensor:
-        """Scale gradients to at most max_grad_norm; their 2-norm over all parameters before that, float32 []."""
-        return torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
-
-    def sync_gradients(self, last: bool) -> None:
-        """Told before each micro-batch whether it is the step's last."""
-
-    def after_forwards(self) -> None:
-        """Told after forward passes without a backward pass."""
-
     # ---- Preparation ----------------------------------------------------------------------------------------------
-
-    @property
-    def block_name(self) -> str | None:
-        return self.config.model.block_name or self.config.model.get("block")
 
     def prepare(self) -> None:
         """Data, weights, reference log-probs, optimizer, and the state of a run that is resumed."""
@@ -183,7 +145,7 @@ class BasicTrainer:
                     self.notice(text)
 
         self.heartbeat.at("loading the weights", 0, patient=True)
-        self.policy = self.build_model(DTYPES[config.model.policy_dtype])
+        self.policy = self.placement.build_model(config, self.tokenizer, DTYPES[config.model.policy_dtype])
         self._report_model()
         train = DatasetMixture(self.datasets["train"], self._weights())
         self.kernel, whole = self.choose_attention(widest_unit(train, config.seed))
@@ -199,8 +161,8 @@ class BasicTrainer:
             self.first_budget = min(gather_objects(self._token_budget(), self.world))  # ranks may differ in free memory
         layout = dict(
             make_batch=make_batch,
-            rank=self.data_rank,
-            n_ranks=self.data_ranks,
+            rank=self.placement.data_rank,
+            n_ranks=self.placement.data_ranks,
             share_prefix=self.share_prefix,
             seed=config.seed,
             budget=self.first_budget,
@@ -247,7 +209,7 @@ class BasicTrainer:
             return None
 
         def build_frozen(dtype: str) -> torch.nn.Module:
-            model = self.build_model(DTYPES[dtype], frozen=True)
+            model = self.placement.build_model(self.config, self.tokenizer, DTYPES[dtype], frozen=True)
             scoring.use_attention(model, self.kernel, self.full_forward)
             return model
 
@@ -314,11 +276,14 @@ class BasicTrainer:
         count = sum(parameter.numel() for parameter in self.policy.parameters())
         name = type(self.policy).__name__.removeprefix("FSDP")  # which sharding puts before the class's name
         self.notice(f"{name}: {count / 1e6:,.1f} M parameters, {self.config.model.policy_dtype}, on {self.device}")
+        parts = self.placement.describe(self.policy)
+        if parts:
+            self.notice(parts)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         kind = getattr(torch.optim, self.config.optimizer)
         try:
-            return kind(self.parameter_groups(), lr=self.config.lr, **self.config.optimizer_kwargs)
+            return kind(self.placement.parameter_groups(self.policy), lr=self.config.lr, **self.config.optimizer_kwargs)
         except TypeError as problem:
             raise ValueError(
                 f"optimizer_kwargs={dict(self.config.optimizer_kwargs)} do not fit torch.optim."
@@ -373,7 +338,7 @@ class BasicTrainer:
         seen: list[tuple[MicroBatch, torch.Tensor]] = []
         for index, batch in enumerate(step.micro_batches):
             self.heartbeat.at(f"in pass {index + 1} of {len(step.micro_batches)} of a step", self.updates)
-            self.sync_gradients(index == len(step.micro_batches) - 1)
+            self.placement.sync_gradients(self.policy, last=index == len(step.micro_batches) - 1)
             if batch is None:
                 each, _ = self.losses_and_metrics("train", self.idle_batch)
                 (each.sum() * 0).backward()
@@ -381,7 +346,7 @@ class BasicTrainer:
             batch = batch.to(self.device)
             each, metrics = self.losses_and_metrics("train", batch)
             # Placements average gradients over data ranks; this makes every example of the step weigh the same.
-            (each.sum() * (self.data_ranks * self.loss_scale / step.n_examples)).backward()
+            (each.sum() * (self.placement.data_ranks * self.loss_scale / step.n_examples)).backward()
             sums.add(batch, metrics)
             seen.append((batch, metrics[:, 0]))
         return sums, seen
@@ -418,8 +383,10 @@ class BasicTrainer:
         """The same step with more micro-batches, all later steps with it.
 
         Raises:
-            ValueError: each holds one prompt already.
+            ValueError: each holds one prompt already, or this placement cannot repeat a step.
         """
+        if not self.placement.retries_out_of_memory:
+            raise ValueError(self.out_of_memory(problem))
         again = self.sampler.step(
             step.number
         )  # an earlier step may have lowered the budget after this one was prepared
@@ -453,11 +420,11 @@ class BasicTrainer:
                 if parameter.grad is not None:
                     parameter.grad.div_(self.loss_scale)
         self.heartbeat.at("summing gradients", self.updates)
-        norm = self.clip_gradients()
+        norm = self.placement.clip_gradients(self.policy, self.config.max_grad_norm)
         # What the ranks must agree on travels with the metrics: whether a signal came, and rank 0's clock.
         wishes = torch.zeros_like(sums.sums[:, :1])
         wishes[0] = float(self.signals.received is not None)
-        total = self.reduce(torch.cat([sums.sums, wishes], dim=1))
+        total = self.placement.reduce(torch.cat([sums.sums, wishes], dim=1))
         values = torch.cat([total.flatten(), norm.reshape(1).to(total.dtype)]).cpu()  # the step's one host sync
         total, norm = values[:-1].reshape(total.shape), values[-1].item()
         total, stop = total[:, :-1], total[0, -1].item()
@@ -506,10 +473,6 @@ class BasicTrainer:
                     "model.policy_dtype=float32 (with trainer=FSDPTrainer model.fsdp_policy_mp=bfloat16 to "
                     "compute in bfloat16)."
                 )
-
-    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that take different examples."""
-        return all_reduce_sum(sums, self.world) if self.world.size > 1 else sums
 
     def _non_finite(self, seen: list[tuple[MicroBatch, torch.Tensor]], norm: float) -> None:
         """Name the examples, write them down, and stop or go on as `guards` say."""
@@ -567,14 +530,19 @@ class BasicTrainer:
                 bar.update(step.n_examples)
                 self.heartbeat.at("in an evaluation", self.updates)
                 if step.number % 8 == 7 and self._signalled():  # a preempted job's time is short
-                    self.after_forwards()
+                    self._reshard()
                     return None
-        self.after_forwards()
-        metrics = {name: value / count for name, (value, count) in sums.by_name(self.reduce(sums.sums).cpu()).items()}
+        self._reshard()
+        metrics = {
+            name: value / count for name, (value, count) in sums.by_name(self.placement.reduce(sums.sums).cpu()).items()
+        }
         self.reporter.log(metrics, self.examples, self.updates)
         if self.config.sample_during_eval:
             self._sample()
         return metrics
+
+    def _reshard(self) -> None:
+        self.placement.reshard_after_eval(self.policy, self.reference.model if self.reference else None)
 
     def _signalled(self) -> bool:
         """Whether a signal came on any rank; all ranks ask together."""
@@ -598,7 +566,7 @@ class BasicTrainer:
             batch_size=self.config.eval_batch_size,
             device=self.device,
             notice=self.notice,
-            shard=(self.data_rank, self.data_ranks),
+            shard=(self.placement.data_rank, self.placement.data_ranks),
             **self.config.sampling,
         )
         with self.reporter.progress(2 if self.reference_samples is None else 1, "samples", "models") as bar:
@@ -610,7 +578,7 @@ class BasicTrainer:
                 elif self.updates == 0:
                     self.reference_samples = policy  # nothing was learnt yet: the policy is the reference
                 bar.update(1)
-        self.after_forwards()
+        self._reshard()
         names = [dataset.name for dataset in self.datasets["eval"]]
         rows = [
             {
@@ -635,7 +603,7 @@ class BasicTrainer:
         self.prepare()
         config, sampler = self.config, self.sampler
         meter = Meter(
-            self.reporter.log, interval=config.minimum_log_interval_secs, data_ranks=self.data_ranks, device=self.device
+            self.reporter.log, interval=config.minimum_log_interval_secs, data_ranks=self.placement.data_ranks, device=self.device
         )
         self.signals.deferred = True  # from here on there is something to save
         with self.reporter.progress(sampler.n_examples, "training", self.unit_name, initial=self.examples) as bar:
@@ -839,82 +807,13 @@ class BasicTrainer:
 class FSDPTrainer(BasicTrainer):
     """Shards policy and reference over all devices with FSDP2 (`fsdp` in the config says how), one process a device.
 
-    Every rank takes its share of each step's examples; the update is the one that BasicTrainer would make.
+    Every rank takes its share of each step's examples; the update is the one that BasicTrainer would make. What differs
+    is in `Placement`.
     """
-
-    def __init__(self, config, run_dir: str, world: World):
-        super().__init__(config, run_dir, world)
-        from parallel import sharding
-
-        self.sharding = sharding
-        self.mesh = sharding.build_mesh(config, world)
-        self.data_rank, self.data_ranks = world.rank, world.size
-
-    def build_model(self, dtype: torch.dtype, frozen: bool = False) -> torch.nn.Module:
-        return self.sharding.build_model(
-            self.config, self.tokenizer, dtype, self.world, self.mesh, self.block_name, frozen
-        )
-
-    def choose_attention(self, unit: PromptUnit) -> tuple[str, bool]:
-        """As BasicTrainer, on a copy of one or two layers with random weights, which no sharding complicates."""
-        kernel = whole = notice = problem = None
-        if self.world.is_main:
-            try:
-                sample = loading.sample_of(self.config, self.tokenizer, self.device)
-                kernel, whole, notice = scoring.choose_attention(
-                    sample, unit, self.config.model.attention, self.tokenizer.pad_token_id, self.device
-                )
-            except ValueError as error:
-                problem = str(error)
-        kernel, whole, notice, problem = broadcast_object((kernel, whole, notice, problem), self.world)
-        if problem:
-            raise ValueError(problem)
-        if notice:
-            self.notice(notice)
-        return kernel, whole
-
-    def parameter_groups(self) -> list[dict]:
-        trainable = [p for p in self.policy.parameters() if p.requires_grad]
-        return [{"params": group} for group in self.sharding.by_mesh(trainable)]
-
-    def clip_gradients(self) -> torch.Tensor:
-        return self.sharding.clip_gradients(self.policy, self.config.max_grad_norm)
-
-    def sync_gradients(self, last: bool) -> None:
-        # Gradients of a step's micro-batches are summed on each rank and reduced over ranks once.
-        self.policy.set_requires_gradient_sync(last)
-
-    def in_smaller_micro_batches(self, step: Step, problem: str) -> Step:
-        # The other ranks are inside collectives that this one has left: there is no way back to the step's beginning.
-        raise ValueError(self.out_of_memory(problem))
-
-    def after_forwards(self) -> None:
-        # The root keeps its parameters whole after a forward pass, expecting a backward pass that does not come.
-        for model in (self.policy, self.reference.model if self.reference else None):
-            if model is not None:
-                reshard_after_eval(model)
-
-    def _report_model(self) -> None:
-        super()._report_model()
-        here, whole = self.sharding.held_here(self.policy)
-        parts = gather_objects(here, self.world)
-        self.notice(
-            f"{self.mesh}: "
-            + ", ".join(f"rank {rank} holds {part / 1e6:,.1f} M" for rank, part in enumerate(parts))
-            + f" of {whole / 1e6:,.1f} M parameters; {self.policy.loaded_from}."
-        )
 
 
 class TensorParallelTrainer(FSDPTrainer):
     """Splits each matrix over `tp_size` devices, and shards over the groups of such devices if there are several."""
-
-    def __init__(self, config, run_dir: str, world: World):
-        super().__init__(config, run_dir, world)
-        self.data_rank, self.data_ranks = world.rank // config.tp_size, world.size // config.tp_size
-
-    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
-        # Ranks of one tensor-parallel group have seen the same examples.
-        return all_reduce_sum(sums, self.world) / self.config.tp_size
 
 
 TRAINERS = {"BasicTrainer": BasicTrainer, "FSDPTrainer": FSDPTrainer, "TensorParallelTrainer": TensorParallelTrainer}

@@ -56,6 +56,16 @@ def joined_world() -> tuple[int, int, int, str] | None:
     return None
 
 
+def processes_on_node(world_size: int) -> int:
+    """How many of the world's processes run on this node, by what torchrun or srun reports; else all of them do."""
+    if joined_world() is None:
+        return world_size
+    env = os.environ
+    # srun writes "4(x2),3" for two nodes of four tasks and one of three.
+    given = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE")
+    return int(re.match(r"\d+", given).group()) if given else world_size
+
+
 # ---- Collectives: in a world of one they do nothing -----------------------------------------------------------------
 
 
@@ -88,6 +98,26 @@ def broadcast_object(obj, world: World, src: int = 0):
     # Named, because the default is the accelerator, where a pickle has no business.
     dist.broadcast_object_list(box, src=src, device=torch.device("cpu"))
     return box[0]
+
+
+def run_on_main(function, world: World):
+    """What function() returns on rank 0, on every rank; the others wait for it.
+
+    Raises:
+        ValueError: on every rank, with the message of the one that rank 0 raised.
+    """
+    if world.size == 1:
+        return function()
+    result = problem = None
+    if world.is_main:
+        try:
+            result = function()
+        except ValueError as error:
+            problem = str(error)
+    result, problem = broadcast_object((result, problem), world)
+    if problem is not None:
+        raise ValueError(problem)
+    return result
 
 
 def gather_objects(obj, world: World) -> list:

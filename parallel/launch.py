@@ -469,7 +469,7 @@ def _raise_open_files_limit() -> None:
 
 def _join(function, config, run_dir, kind: str, count: int, joined: tuple):
     rank, size, local_rank, starter = joined
-    local_size = _local_size(size)
+    local_size = utils.processes_on_node(size)
     device = "cpu"
     if kind == "cuda":
         # srun may show each task its own device only; it is then number 0 whatever the task's number.
@@ -486,12 +486,6 @@ def _join(function, config, run_dir, kind: str, count: int, joined: tuple):
     if device == "cpu":
         _share_cores(local_size)
     return _call_in_group(function, config, run_dir, world, "env://" if starter == "torchrun" else _srun_address())
-
-
-def _local_size(size: int) -> int:
-    env = os.environ
-    given = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE")
-    return int(re.match(r"\d+", given).group()) if given else size
 
 
 def _srun_address() -> str:

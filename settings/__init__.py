@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import utils
 from data import sources
+from settings.shard_layout import shard_layout
 
 CONFIG_DIR = os.path.join(utils.PROJECT_DIR, "config")
 
@@ -637,8 +638,6 @@ def _check_sharding(flat: dict, world: int | None) -> None:
                 "trainer=TensorParallelTrainer needs tp_size of 2 or more; to shard without splitting "
                 "matrices choose trainer=FSDPTrainer"
             )
-        if world is not None and world % tp:
-            raise ValueError(f"tp_size={tp} does not divide the world of {world} processes")
         if strategy == "HYBRID_SHARD":
             raise ValueError(
                 "fsdp.sharding_strategy=HYBRID_SHARD does not go with TensorParallelTrainer; use "
@@ -651,21 +650,17 @@ def _check_sharding(flat: dict, world: int | None) -> None:
                     key,
                     f"tp_size={tp} takes the whole world of {world} processes, so that none are left to shard over",
                 )
-    shards = world if world is None or trainer == "FSDPTrainer" else world // tp
-    if shards is not None and flat["batch_size"] < shards:
-        raise ValueError(
-            f"batch_size={flat['batch_size']} is less than the {shards} processes that share it, which "
-            f"would leave some without an example; use batch_size={shards} or more, or fewer processes"
-        )
     replicas = flat["fsdp.replicas"]
     if strategy != "HYBRID_SHARD" and replicas is not None:
         raise ValueError(f"fsdp.replicas={replicas} needs fsdp=hybrid_shard; {strategy} decides the copies itself")
-    if strategy == "HYBRID_SHARD" and world is not None:
-        if replicas is not None and world % replicas:
-            raise ValueError(
-                f"fsdp.replicas={replicas} does not divide the world of {world} processes: HYBRID_SHARD "
-                "shards each copy over world_size / replicas of them"
-            )
+    if world is None:
+        return
+    ranks = shard_layout(trainer, world, tp, strategy, replicas).data_ranks
+    if flat["batch_size"] < ranks:
+        raise ValueError(
+            f"batch_size={flat['batch_size']} is less than the {ranks} processes that share it, which "
+            f"would leave some without an example; use batch_size={ranks} or more, or fewer processes"
+        )
 
 
 def _check_run(flat: dict) -> None:

@@ -122,7 +122,7 @@ def serve() -> None:
 
     import train
     import trainers  # noqa: F401
-    from parallel import sharding  # noqa: F401
+    from parallel import placement  # noqa: F401
 
     torch.set_num_threads(1)
     real = torch.multiprocessing.get_context

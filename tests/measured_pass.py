@@ -107,13 +107,14 @@ def measure_sharded(config, big, work, batch, ranks):
     from torch.distributed.fsdp import register_fsdp_forward_method
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from parallel import sharding
+    from parallel.fsdp import apply_fsdp
+    from parallel.placement import make_placement
     from utils import World
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    mesh = sharding.build_mesh(config, World(0, ranks, 0, "cpu"))
+    mesh = make_placement(config, World(0, ranks, 0, "cpu")).mesh
     policy = build(big, config)
-    sharding.apply_fsdp(policy, loading.find_blocks(policy, None), mesh, config, False, False)
+    apply_fsdp(policy, loading.find_blocks(policy, None), mesh, config, False, False)
     register_fsdp_forward_method(policy, "response_logps")
     local = [p.to_local() for p in policy.parameters()]
     counter = TrueBytes([*local, *policy.buffers()])

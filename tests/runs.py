@@ -193,6 +193,17 @@ def baseline(folder: Path, *overrides: str) -> Run:
     return _baselines[folder, overrides]
 
 
+class ChangedPlacement:
+    """A trainer's placement with some methods replaced: trainer.placement = ChangedPlacement(trainer.placement, ...)."""
+
+    def __init__(self, placement, **methods):
+        self.original = placement
+        vars(self).update(methods)
+
+    def __getattr__(self, name):
+        return getattr(self.original, name)
+
+
 def spoil(*which, value=float("nan")):
     """Makes the losses of the which-th pairs that are trained on not finite, by a loss of its own."""
     import losses

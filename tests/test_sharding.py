@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from runs import (
     LLAMA,
     MODELS,
     STRONG,
+    ChangedPlacement,
     assert_same_training,
     baseline,
     distance,
@@ -28,7 +30,9 @@ from torch.distributed.tensor import DTensor
 
 from data.batching import PromptUnit, pack, pad
 from modeling import loading, scoring
-from parallel import sharding
+from parallel import build
+from parallel.placement import make_placement
+from parallel.weights import count_held
 from utils import free_port
 
 FSDP = ("trainer=FSDPTrainer",)
@@ -231,13 +235,13 @@ def read_placement(world, folder, options):
     """What FSDP2 was told for the blocks of a placed model, and this rank's share of its parameters."""
     config = settings_of(folder, *options, f"world_size={world.size}")
     tokenizer = loading.load_tokenizer(config)
-    mesh = sharding.build_mesh(config, world)
+    place = make_placement(config, world)
     found = {}
     for frozen in (False, True):
-        model = sharding.build_model(config, tokenizer, torch.float32, world, mesh, None, frozen)
+        model = place.build_model(config, tokenizer, torch.float32, frozen)
         states = [block._get_fsdp_state() for block in loading.find_blocks(model, None)]
         group = states[0]._fsdp_param_group
-        part, whole = sharding.held_here(model)
+        part, whole = count_held(model)
         found["reference" if frozen else "policy"] = {
             "reshards": group.post_forward_mesh_info is not None,
             "offloads": type(group.offload_policy).__name__,
@@ -451,7 +455,7 @@ def test_a_rank_out_of_memory_says_which_settings_help(sharded):
 
 def compare_norms(trainer):
     """Checks every gradient norm against one of whole gradients, and that clipping scales to the limit."""
-    clip = trainer.clip_gradients
+    placement = trainer.placement
 
     def whole_norm():
         total = 0.0
@@ -460,15 +464,15 @@ def compare_norms(trainer):
             total += grad.double().square().sum().item()
         return math.sqrt(total)
 
-    def compared():
+    def compared(*arguments):
         before = whole_norm()
-        norm = clip()
+        norm = placement.clip_gradients(*arguments)
         assert norm.item() == pytest.approx(before, rel=1e-5)
         assert before > trainer.config.max_grad_norm
         assert whole_norm() == pytest.approx(trainer.config.max_grad_norm, rel=1e-4)
         return norm
 
-    trainer.clip_gradients = compared
+    trainer.placement = ChangedPlacement(placement, clip_gradients=compared)
 
 
 def check_given_back(trainer):
@@ -510,20 +514,20 @@ def test_the_clipped_norm_is_that_of_all_gradients(sharded, size, name):
 
 def count_bytes(trainer):
     """Notes what this rank holds of parameters, gradients and optimizer state once all of them exist."""
-    clip = trainer.clip_gradients
+    placement = trainer.placement
 
     def nbytes(tensor):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return local.numel() * local.element_size()
 
-    def counted():
+    def counted(*arguments):
         parameters = list(trainer.policy.parameters())
         held = sum(nbytes(p) + nbytes(p.grad) for p in parameters)
         state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
         trainer.seen.bytes_held = held + sum(nbytes(v) for v in state if isinstance(v, torch.Tensor) and v.dim())
-        return clip()
+        return placement.clip_gradients(*arguments)
 
-    trainer.clip_gradients = counted
+    trainer.placement = ChangedPlacement(placement, clip_gradients=counted)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str)
@@ -563,9 +567,8 @@ def load_sharded(world, folder, options, frozen=False):
     """Log-probs of a freshly loaded sharded model, how it was read, and the largest share of a rank."""
     config = settings_of(folder, *options, f"world_size={world.size}")
     tokenizer = loading.load_tokenizer(config)
-    mesh = sharding.build_mesh(config, world)
-    model = sharding.build_model(config, tokenizer, torch.float32, world, mesh, config.model.block_name, frozen)
-    return logps_of(model), model.loaded_from, sharding.held_here(model)
+    model = make_placement(config, world).build_model(config, tokenizer, torch.float32, frozen)
+    return logps_of(model), model.loaded_from, count_held(model)
 
 
 KINDS = ("llama", "llama_tied", "gpt_neox", "gpt2", "gptj", "gemma", "qwen3")
@@ -622,14 +625,9 @@ def refuse_to_load(world, folder, options):
     def no(*arguments):
         raise AssertionError("weights were read")
 
-    before = sharding.load_weights
-    sharding.load_weights = no
-    try:
+    with patch.object(build, "load_weights", no), pytest.raises(ValueError) as problem:
         load_sharded(world, folder, options)
-    except ValueError as problem:
-        return str(problem)
-    finally:
-        sharding.load_weights = before
+    return str(problem.value)
 
 
 def test_a_wrong_block_name_lists_those_there_are(folder, pools, tmp_path):

@@ -13,6 +13,7 @@ from runs import (
     MODELS,
     NEOX,
     STRONG,
+    ChangedPlacement,
     assert_same_training,
     baseline,
     distance,
@@ -466,15 +467,15 @@ def test_steps_that_are_not_finite_can_be_skipped(folder):
 
 def test_a_reference_that_is_not_finite_is_refused(folder):
     def prepare(trainer):
-        build_model = trainer.build_model
+        placement = trainer.placement
 
         def poisoned(*arguments, **keywords):
-            model = build_model(*arguments, **keywords)
+            model = placement.build_model(*arguments, **keywords)
             with torch.no_grad():
                 model.get_input_embeddings().weight[ord("T")] = float("nan")
             return model
 
-        trainer.build_model = poisoned
+        trainer.placement = ChangedPlacement(placement, build_model=poisoned)
         trainer.choose_attention = lambda unit: ("packed_sdpa", False)
 
     with pytest.raises(FloatingPointError, match="The reference gives response"):
@@ -527,23 +528,21 @@ def small_memory(most_units):
 @pytest.mark.parametrize(
     "where, words",
     [
-        ("place", "before the first pass"),
+        ("placement", "before the first pass"),
         ("evaluate", "tokens_per_microbatch=32 .it was 64"),
         ("_make_reference", "tokens_per_microbatch=32 .it was 64"),
     ],
 )
-def test_no_memory_outside_a_step_is_told_with_the_mend(folder, where, words):
+def test_no_memory_outside_a_step_is_reported_with_the_fix(folder, where, words):
     def nothing_left(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
+    def prepare(trainer):
+        loading = ChangedPlacement(trainer.placement, build_model=nothing_left)
+        setattr(trainer, where, loading if where == "placement" else nothing_left)
+
     with pytest.raises(ValueError, match=f"Out of memory.*{words}") as raised:
-        train(
-            folder,
-            *LLAMA,
-            "tokens_per_microbatch=64",
-            "do_first_eval=true",
-            prepare=lambda trainer: setattr(trainer, where, nothing_left),
-        )
+        train(folder, *LLAMA, "tokens_per_microbatch=64", "do_first_eval=true", prepare=prepare)
     assert "2.00 GiB" in str(raised.value) and "\n" not in str(raised.value)
 
 

@@ -1,0 +1,77 @@
+"""A model built where it will compute: whole on one device, or its parts on many."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from modeling import loading
+from parallel.fsdp import apply_fsdp
+from parallel.tensor_parallel import apply_tensor_parallel
+from parallel.weights import load_weights
+from utils import World
+
+
+def build_model(
+    config, tokenizer, dtype: torch.dtype, world: World, mesh: DeviceMesh | None = None, frozen: bool = False
+) -> torch.nn.Module:
+    """A model with its weights, in evaluation mode; on many devices each rank holds its part.
+
+    The order matters: blocks are found before sharding renames their classes, and matrices are split before FSDP2 cuts
+    what is left of them.
+
+    Args:
+        mesh: the ranks that share the model, with dimensions named as in `ShardLayout.grid`; None: one device.
+        frozen: a reference: no gradients, and parameters given back after every forward pass.
+    Raises:
+        ValueError: weights, archive or block class cannot be found or do not fit; the model has no tensor-parallel
+            plan; model.frozen matches no parameter.
+    """
+    device = torch.device(world.device)
+    if mesh is None:
+        model = loading.load_model(config, tokenizer, dtype, device)
+    else:
+        model = build_on_meta(config, tokenizer, dtype)
+    blocks = loading.find_blocks(model, config.model.block_name)
+    if mesh is not None and "tp" in mesh.mesh_dim_names:
+        apply_tensor_parallel(model, mesh["tp"])
+    every = int(config.activation_checkpointing)
+    if every and not frozen:
+        loading.checkpoint_activations(blocks, every)
+    if config.compile:
+        for block in blocks:
+            block.compile(dynamic=True)  # rows differ in length
+    loading.choose_trainable(model, frozen, config.model.frozen)
+    if mesh is not None:
+        offload = config.fsdp.cpu_offload or (frozen and config.fsdp.reference_cpu_offload)
+        fsdp_mesh = mesh["shard"] if "tp" in mesh.mesh_dim_names else mesh
+        apply_fsdp(model, blocks, fsdp_mesh, config, frozen, offload)
+        materialize(model, device, torch.device("cpu") if offload else device)
+        load_weights(model, config, tokenizer, dtype, world)
+    return model.eval()
+
+
+def build_on_meta(config, tokenizer, dtype: torch.dtype) -> torch.nn.Module:
+    """The model on the meta device: shapes, no numbers."""
+    from transformers import AutoModelForCausalLM
+
+    settings = loading.model_config(config, tokenizer)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            settings, dtype=dtype, trust_remote_code=config.model.get("trust_remote_code", False)
+        )
+    return model
+
+
+def materialize(model, device: torch.device, storage: torch.device) -> None:
+    """Allocate a sharded meta model: parameters on `storage`, buffers on `device`; buffers get their values."""
+    model.to_empty(device=storage)
+    model.tie_weights()  # to_empty makes one parameter of each name
+    with torch.no_grad():
+        for module in model.modules():
+            if module._non_persistent_buffers_set:
+                # Rotary frequencies and the like are in no file; the model library computes them here.
+                model._init_weights(module)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)

@@ -1,0 +1,41 @@
+"""Sharding with FSDP2: each block of a model is one group of parameters that is gathered when it computes."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from modeling.loading import DTYPES
+
+
+def apply_fsdp(model, blocks, mesh: DeviceMesh, config, frozen: bool, offload: bool) -> None:
+    """Wrap each block and the root with FSDP2, in place.
+
+    Norm, head and embeddings stay together in the root's group, so that tied weights are in one group.
+    """
+    fsdp = config.fsdp
+    compute = config.model.fsdp_policy_mp
+    precision = {}
+    if compute:
+        precision = {"param_dtype": DTYPES[compute], "reduce_dtype": DTYPES[fsdp.reduce_dtype or "float32"]}
+    elif fsdp.reduce_dtype:
+        precision = {"reduce_dtype": DTYPES[fsdp.reduce_dtype]}
+    pinned = mesh.device_type != "cpu"
+    # SHARD_GRAD_OP and NO_SHARD keep parameters whole between forward and backward. A frozen model has no backward
+    # pass to keep them for.
+    reshard = frozen or fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    options = {
+        "mesh": mesh,
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(**precision),
+    }
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    fully_shard(model, reshard_after_forward=frozen, **options)
+    if fsdp.forward_prefetch:
+        for index, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + fsdp.forward_prefetch])
+    if fsdp.backward_prefetch is None:
+        # An explicit, empty list takes the place of the implicit prefetch of the block before.
+        for block in blocks:
+            block.set_modules_to_backward_prefetch([])

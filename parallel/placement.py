@@ -1,0 +1,109 @@
+"""What differs between training on one device and on many, in one object that holds no trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from modeling import generation
+from parallel.build import build_model
+from parallel.gradients import clip_gradients, group_by_mesh
+from parallel.weights import count_held
+from settings.shard_layout import ShardLayout, layout_of
+from utils import World, all_reduce_sum, gather_objects
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model's parts lie, and what follows for a step.
+
+    Attributes:
+        world: this process among those that train together.
+        layout: how they share the model and the data.
+        mesh: the same with process groups; None on one device.
+    """
+
+    world: World
+    layout: ShardLayout
+    mesh: DeviceMesh | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.world.device)
+
+    @property
+    def sharded(self) -> bool:
+        return self.mesh is not None
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of each step's examples this rank takes, of `data_ranks`."""
+        return self.layout.data_rank(self.world.rank)
+
+    @property
+    def data_ranks(self) -> int:
+        return self.layout.data_ranks
+
+    @property
+    def retries_out_of_memory(self) -> bool:
+        """Whether a step can be repeated when memory runs out. Not on many devices: the others are inside collectives
+        that this rank has left, and there is no way back to the step's beginning."""
+        return not self.sharded
+
+    def build_model(self, config, tokenizer, dtype: torch.dtype, frozen: bool = False) -> torch.nn.Module:
+        """A model with its weights, ready to compute here: see parallel/build.py."""
+        return build_model(config, tokenizer, dtype, self.world, self.mesh, frozen)
+
+    def parameter_groups(self, model) -> list[dict]:
+        """Trainable parameters for an optimizer of torch, which works on each group's parameters together."""
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return [{"params": group} for group in group_by_mesh(trainable)]
+
+    def clip_gradients(self, model, max_norm: float) -> torch.Tensor:
+        """Scale gradients to a 2-norm of at most `max_norm`; their norm over all parameters before that, float32 []."""
+        return clip_gradients(model, max_norm)
+
+    def sync_gradients(self, model, last: bool) -> None:
+        """Call before each micro-batch of a step: gradients are summed on each rank, and over ranks after the last."""
+        if self.sharded:
+            model.set_requires_gradient_sync(last)
+
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks that take different examples."""
+        if self.world.size == 1:
+            return sums
+        return all_reduce_sum(sums, self.world) / self.layout.tp  # ranks of a tensor-parallel group have seen the same
+
+    def reshard_after_eval(self, *models) -> None:
+        """Call after forward passes without a backward pass, which leave FSDP2's parameters whole. Takes None, too."""
+        if self.sharded:
+            for model in models:
+                if model is not None:
+                    generation.reshard_after_eval(model)
+
+    def describe(self, model) -> str | None:
+        """What each rank holds of a model, in words; None on one device. All ranks call it together."""
+        if not self.sharded:
+            return None
+        here, whole = count_held(model)
+        parts = gather_objects(here, self.world)
+        return (
+            f"{self.mesh}: "
+            + ", ".join(f"rank {rank} holds {part / 1e6:,.1f} M" for rank, part in enumerate(parts))
+            + f" of {whole / 1e6:,.1f} M parameters; {model.loaded_from}."
+        )
+
+
+def make_placement(config, world: World) -> Placement:
+    """The placement of a run on this rank; all ranks call it together.
+
+    Raises:
+        ValueError: the world does not divide as the settings ask.
+    """
+    layout = layout_of(config, world.size)
+    if not layout.sharded:
+        return Placement(world, layout)
+    names, sizes = zip(*layout.grid)
+    return Placement(world, layout, init_device_mesh(torch.device(world.device).type, sizes, mesh_dim_names=names))

@@ -1,0 +1,86 @@
+"""How the processes of a run share a model and its data: numbers only, known before any process starts.
+
+The checks of the settings, the trainers and the memory plan all ask `layout_of`, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import utils
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The processes of a run as a grid.
+
+    Attributes:
+        grid: (name, size) of each dimension, outermost first; empty when the whole model lies on one device.
+            "replicate": copies of the model, whose gradients are averaged; "shard": devices that a parameter is split
+            over by FSDP2; "tp": devices that a matrix is split over by tensor parallelism.
+    """
+
+    grid: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def sharded(self) -> bool:
+        return bool(self.grid)
+
+    @property
+    def replicas(self) -> int:
+        return dict(self.grid).get("replicate", 1)
+
+    @property
+    def shards(self) -> int:
+        return dict(self.grid).get("shard", 1)
+
+    @property
+    def tp(self) -> int:
+        return dict(self.grid).get("tp", 1)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.grid)
+
+    @property
+    def data_ranks(self) -> int:
+        """Parts that each step's examples are cut into: devices of one tensor-parallel group share theirs."""
+        return self.world_size // self.tp
+
+    def data_rank(self, rank: int) -> int:
+        """Which of these parts process `rank` takes."""
+        return rank // self.tp
+
+
+def shard_layout(trainer: str, world_size: int, tp_size: int, strategy: str, replicas: int | None) -> ShardLayout:
+    """The grid of a world of processes.
+
+    Args:
+        trainer, tp_size, strategy, replicas: as in the settings (fsdp.sharding_strategy, fsdp.replicas).
+    Raises:
+        ValueError: the world does not divide as the settings ask.
+    """
+    if trainer == "BasicTrainer":
+        return ShardLayout()
+    if tp_size > 1:
+        if world_size % tp_size:
+            raise ValueError(f"tp_size={tp_size} does not divide the world of {world_size} processes")
+        return ShardLayout((("shard", world_size // tp_size), ("tp", tp_size)))
+    if strategy == "NO_SHARD":
+        return ShardLayout((("replicate", world_size), ("shard", 1)))
+    if strategy == "HYBRID_SHARD":
+        replicas = replicas or max(1, world_size // utils.processes_on_node(world_size))  # one a node
+        if world_size % replicas:
+            raise ValueError(
+                f"fsdp.replicas={replicas} does not divide the world of {world_size} processes: HYBRID_SHARD "
+                "shards each copy over world_size / replicas of them"
+            )
+        return ShardLayout((("replicate", replicas), ("shard", world_size // replicas)))
+    return ShardLayout((("shard", world_size),))
+
+
+def layout_of(config, world_size: int) -> ShardLayout:
+    """`shard_layout` of a run's settings."""
+    fsdp = config.fsdp
+    return shard_layout(config.trainer, world_size, config.tp_size, fsdp.sharding_strategy, fsdp.replicas)
