@@ -603,7 +603,10 @@ class BasicTrainer:
         self.prepare()
         config, sampler = self.config, self.sampler
         meter = Meter(
-            self.reporter.log, interval=config.minimum_log_interval_secs, data_ranks=self.placement.data_ranks, device=self.device
+            self.reporter.log,
+            interval=config.minimum_log_interval_secs,
+            data_ranks=self.placement.data_ranks,
+            device=self.device,
         )
         self.signals.deferred = True  # from here on there is something to save
         with self.reporter.progress(sampler.n_examples, "training", self.unit_name, initial=self.examples) as bar:
