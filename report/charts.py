@@ -1,4 +1,9 @@
-"""Line charts as inline SVG, without any library or script: they show in a mail, on paper and behind a firewall."""
+"""Line charts as inline SVG.
+
+Drawn by hand, because a page must be one file that shows its charts without a script, in a mail, on paper and behind a
+firewall, in the reader's light or dark colours. Of the chart libraries, those for browsers need scripts, and matplotlib
+is a heavy dependency whose pictures do not take a page's colours.
+"""
 
 from __future__ import annotations
 
@@ -67,16 +72,6 @@ def chart(
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{"".join(parts)}</svg>'
 
 
-def legend(series: list[Series]) -> str:
-    """The names of the curves, each with its colour and its last value."""
-    return "".join(
-        f'<span class="key s{one.style}"><i class="{"dot" if one.dots else "line"}"></i>{escape(one.label)} '
-        f"<b>{short(one.points[-1][1])}</b></span>"
-        for one in series
-        if one.points
-    )
-
-
 def _curve(one: Series, place) -> list[str]:
     means, bands = thin(one.points)
     parts = [f'<g class="s{one.style}{"" if one.dots else " raw"}">']
@@ -90,13 +85,13 @@ def _curve(one: Series, place) -> list[str]:
     if one.dots or len(places) == 1:
         radius = 3 if len(places) <= 60 else 1.5
         for (x, y), (examples, value) in zip(places, means):
-            said = f"{one.label} at {examples:,.0f} examples: {short(value)}"
-            parts.append(f'<circle cx="{x}" cy="{y}" r="{radius}"><title>{escape(said)}</title></circle>')
+            text = f"{one.label} at {examples:,.0f} examples: {short(value)}"
+            parts.append(f'<circle cx="{x}" cy="{y}" r="{radius}"><title>{escape(text)}</title></circle>')
     parts.append("</g>")
     for examples, value, what in one.marks:
         x, y = place(examples, value)
-        said = f"{examples:,.0f} examples: {what}"
-        parts.append(f'<path class="mark" d="M{x} {y - 4}l4 7h-8z"><title>{escape(said)}</title></path>')
+        text = f"{examples:,.0f} examples: {what}"
+        parts.append(f'<path class="mark" d="M{x} {y - 4}l4 7h-8z"><title>{escape(text)}</title></path>')
     return parts
 
 

@@ -169,4 +169,5 @@ def _plain(settings: Any) -> dict[str, Any]:
     """A resolved, plain dict of a DictConfig or mapping."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(settings, resolve=True) if OmegaConf.is_config(settings) else dict(settings or {})
+    plain: Any = OmegaConf.to_container(settings, resolve=True) if OmegaConf.is_config(settings) else settings
+    return dict(plain or {})

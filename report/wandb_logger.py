@@ -52,7 +52,7 @@ class WandbLogger(Logger):
             return
         import wandb
 
-        columns = ["step", "prompt", "sample"]
+        columns: list[str | int] = ["step", "prompt", "sample"]
         tables = {
             f"{which}_samples": wandb.Table(columns=columns, data=rows) for which, rows in self.tables.items() if rows
         }
@@ -92,11 +92,11 @@ class WandbLogger(Logger):
             except Exception as error:
                 self.run.notice(f"wandb could not start {mode}: {type(error).__name__}: {excerpt(str(error), 300)}")
 
-    def _init(self, mode: str):
+    def _init(self, mode: Any) -> Any:
         import wandb
 
         with open(self._id_path, "w") as file:
-            file.write(self.id)
+            file.write(str(self.id))
         wandb_run = wandb.init(
             project=self.options.get("project"),
             entity=self.options.get("entity"),

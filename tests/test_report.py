@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from report import page
+from report.changed_settings import changed_settings
 from report.charts import MOST_POINTS, Series, chart, thin
-from report.page import changed_settings, write_report
+from report.page import write_report
+from report.run_folder import Run, earlier_stages
 
 EVIL = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
 
@@ -146,8 +147,8 @@ def test_earlier_stages_are_found_and_shown(tmp_path):
 def test_earlier_stages_end_in_a_loop_and_at_foreign_archives(tmp_path):
     one = make_run(tmp_path / "one", archive=str(tmp_path / "two"))
     make_run(tmp_path / "two", archive=str(tmp_path / "one"))
-    assert page.earlier_stages(page.Run(str(one))) == [str(tmp_path / "two")]
-    assert page.earlier_stages(page.Run(str(make_run(tmp_path / "x", archive="/nowhere/policy.pt")))) == []
+    assert earlier_stages(Run(str(one))) == [str(tmp_path / "two")]
+    assert earlier_stages(Run(str(make_run(tmp_path / "x", archive="/nowhere/policy.pt")))) == []
 
 
 @pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl", "samples.jsonl", "notices.jsonl"])
@@ -181,7 +182,7 @@ def test_a_failed_run_that_was_resumed_is_not_called_failed(tmp_path):
     assert "not finished" in read(write_report(str(run))).text
 
 
-def test_ipo_says_where_its_loss_starts(tmp_path):
+def test_where_the_loss_of_ipo_starts(tmp_path):
     run = make_run(tmp_path / "run", "ipo", config={"loss": {"name": "ipo", "beta": 0.1}})
     assert "= 25" in read(write_report(str(run))).text
 
@@ -218,7 +219,7 @@ def numbers(svg, attribute):
     return [float(value) for value in re.findall(rf'{attribute}="(-?[\d.]+)"', svg)]
 
 
-def test_points_lie_where_their_values_say():
+def test_points_lie_at_their_values():
     svg = chart([Series("x", [(0, 0.0), (50, 0.5), (100, 1.0)], dots=True)], fixed=(0, 1))
     assert numbers(svg, "cx") == pytest.approx([50, 239, 428]) and numbers(svg, "cy") == pytest.approx([196, 103, 10])
 
