@@ -103,18 +103,19 @@ class Table:
         lines = [
             f"### {self.title}",
             "",
-            "| method | pairs/s | times the first | useful tokens/s | peak GB | GEMM GFLOP/s "
-            f"after it | {'MFU (of that rate)' if gpu() else 'useful FLOPs of that rate'} | losses of the first steps |",
+            "| method | pairs/s | times the first | useful tokens/s | peak GB | GEMM GFLOP/s after it "
+            f"| {'MFU (of that rate)' if gpu() else 'useful FLOPs of that rate'} | losses of the first steps |",
             "|---|" + 7 * "---|",
         ]
         for row in self.rows:
             if "failed" in row:
                 lines.append(f"| {row['name']} | failed: {row['failed']} | | | | | | |")
                 continue
+            times = row["pairs_per_second"] / base["pairs_per_second"]
             lines.append(
-                f"| {row['name']} | {row['pairs_per_second']:.3f} | {row['pairs_per_second'] / base['pairs_per_second']:.2f} "
-                f"| {row['tokens_per_second']:.0f} | {row['peak_gb']:.2f} | {row['gemm'] / 1e9:.0f} | {row['useful']:.0%} "
-                f"| {', '.join(f'{loss:.4f}' for loss in row['losses'])} |"
+                f"| {row['name']} | {row['pairs_per_second']:.3f} | {times:.2f} "
+                f"| {row['tokens_per_second']:.0f} | {row['peak_gb']:.2f} | {row['gemm'] / 1e9:.0f} "
+                f"| {row['useful']:.0%} | {', '.join(f'{loss:.4f}' for loss in row['losses'])} |"
             )
         return "\n".join(lines) + "\n"
 
@@ -154,7 +155,7 @@ def preferences(arguments, data: str) -> Table:
                 measure(job),
             )
     table.add("textbook: two rows a pair, full logits, live reference", measure(base | {"what": "textbook"}))
-    table.add("ours, once more", measure(base | {"what": "ours"}))  # what the machine's moods are worth
+    table.add("ours, once more", measure(base | {"what": "ours"}))  # how large the machine's noise is
     table.check_losses(2e-3)
     return table
 
@@ -225,7 +226,7 @@ def many_responses(arguments, data: str, folder: str) -> Table:
 
 
 def growth(folder: str, loss: str) -> dict:
-    """Time and peak memory against sequence length, vocabulary, batch size and data-set size, on a small random model."""
+    """Time and peak memory against sequence length, vocabulary, batch and data-set size, on a small random model."""
 
     def write(name: str, rows: int, length: int) -> str:
         path = os.path.join(folder, f"{name}.jsonl")

@@ -1,7 +1,7 @@
 """One measurement in a process of its own: `python -m benchmarks.measure '{"what": "ours", ...}'` prints one JSON line.
 
-A process each, because peak memory is a number of the process. Time starts when model and tokens are loaded and ends with
-the last step; the reference's log-probs count, wherever a method computes them.
+A process each, because peak memory is a number of the process. Time starts when model and tokens are loaded and ends
+with the last step; the reference's log-probs count, wherever a method computes them.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def clock(torch) -> float:
 def useful_work(trainer) -> dict:
     """Tokens and floating-point operations that the job needs at the least: each prompt once, each response once.
 
-    A matrix product of a token with W counts 2 |W| forward and 4 |W| backward; attention 4 d a (query, key) pair and layer
-    forward and 8 d backward; the reference's forward pass is counted for preferences.
+    A matrix product of a token with W counts 2 |W| forward and 4 |W| backward; attention 4 d a (query, key) pair and
+    layer forward and 8 d backward; the reference's forward pass is counted for preferences.
     """
     settings = trainer.policy.config.get_text_config()
     head = trainer.policy.get_output_embeddings().weight
@@ -144,8 +144,8 @@ def useful_work(trainer) -> dict:
 
 
 def textbook(job: dict) -> dict:
-    """DPO as the paper's reference implementation lays it out: chosen and rejected rows padded into one batch, full logits
-    in fp32, a live reference. Plain PyTorch, written for this benchmark.
+    """DPO as the paper's reference implementation lays it out: chosen and rejected rows padded into one batch, full
+    logits in fp32, a live reference. Plain PyTorch, written for this benchmark.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -197,7 +197,7 @@ def textbook(job: dict) -> dict:
 def trl(job: dict) -> dict:
     """TRL's trainer on the same pairs in the same order.
 
-    Pairs are handed over as text in the order of this project's first epoch; those over max_length were left out before.
+    Pairs are handed over as text in the order of this project's first epoch; those over max_length were left out.
     """
     import torch
     import trl as library

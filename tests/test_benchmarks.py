@@ -66,7 +66,7 @@ def test_a_method_with_another_loss_is_told(capsys):
         table.add(name, {"seconds": 2.0, "peak_bytes": 3e9, "gemm": 1e9, "losses": losses})
     table.add("broken", {"failed": "no such thing"})
     table.check_losses(2e-3)
-    said = capsys.readouterr().out
-    assert "! other: the loss of step 1 is 0.750000, not 0.690000" in said and "! same" not in said
+    printed = capsys.readouterr().out
+    assert "! other: the loss of step 1 is 0.750000, not 0.690000" in printed and "! same" not in printed
     page = table.markdown()
     assert "| ours | 4.000 | 1.00 | 0 | 3.00 | 1 | 50% | 0.6931, 0.6900 |" in page and "failed: no such thing" in page

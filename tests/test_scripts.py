@@ -39,7 +39,7 @@ def read_split(split):
     return [tuple(row[key][0]["content"] for key in ("prompt", "chosen", "rejected")) for row in rows]
 
 
-# ---- the bundled preferences ------------------------------------------------------------------------------------------
+# ---- the bundled preferences ----------------------------------------------------------------------------------------
 
 
 def test_generator_reproduces_the_committed_files():
@@ -84,7 +84,7 @@ def test_a_malformed_topic_is_named(tmp_path):
         load_generator().read_topics(tmp_path / "topics.txt")
 
 
-# ---- shell scripts ----------------------------------------------------------------------------------------------------
+# ---- shell scripts --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
@@ -173,7 +173,7 @@ def test_the_model_is_not_fetched_again(tmp_path):
     assert done.returncode == 0 and "already" in done.stdout
 
 
-# ---- scripts/sample ---------------------------------------------------------------------------------------------------
+# ---- scripts/sample -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def test_sample_chats_and_compares(run_folder):
     assert done.returncode == 0, done.stderr
     replies = [line.split("] ", 1)[1] for line in done.stdout.splitlines() if "] " in line]
     assert len(replies) == 6 and all(replies[i] == replies[i + 1] for i in (0, 2, 4))
-    assert replies[0].strip() and replies[0] == replies[4], "a new conversation forgets what was said"
+    assert replies[0].strip() and replies[0] == replies[4], "a new conversation starts without the old one"
 
 
 def test_sample_completes_greedily(run_folder):
