@@ -20,7 +20,7 @@ from data.batching import MicroBatch, PromptUnit, pack, pad
 from data.sampler import BatchSampler, DatasetMixture, Step, cpu_token_budget, widest_unit
 from data.tokenization import load_tokenized
 from losses import preference_loss  # noqa: F401  (part of this module's public face)
-from modeling import loading, scoring
+from modeling import attention, loading
 from modeling.generation import generate_samples
 from modeling.loading import DTYPES
 from modeling.reference import Reference
@@ -107,7 +107,7 @@ class BasicTrainer:
 
         def choose() -> tuple[str, bool, str | None]:
             model = self.policy if exact else loading.sample_of(self.config, self.tokenizer, self.device)
-            return scoring.choose_attention(
+            return attention.choose_attention(
                 model, unit, self.config.model.attention, self.tokenizer.pad_token_id, self.device
             )
 
@@ -149,7 +149,7 @@ class BasicTrainer:
         self._report_model()
         train = DatasetMixture(self.datasets["train"], self._weights())
         self.kernel, whole = self.choose_attention(widest_unit(train, config.seed))
-        scoring.use_attention(self.policy, self.kernel, whole)
+        attention.use_attention(self.policy, self.kernel, whole)
         self.full_forward = whole
         self.share_prefix = config.prefix_sharing and self.kernel != "plain"
         make_batch = (
@@ -210,7 +210,7 @@ class BasicTrainer:
 
         def build_frozen(dtype: str) -> torch.nn.Module:
             model = self.placement.build_model(self.config, self.tokenizer, DTYPES[dtype], frozen=True)
-            scoring.use_attention(model, self.kernel, self.full_forward)
+            attention.use_attention(model, self.kernel, self.full_forward)
             return model
 
         return Reference(

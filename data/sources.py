@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import private_apis
 from data.files import fingerprint_files, looks_like_path, read_rows, row_location
 from data.row_formats import CANONICAL_COLUMNS, PromptGroup, checked_group, describe, parse_se, text_of
 from data.row_stream import RowStream
@@ -273,7 +274,7 @@ class _HubRows:
 
     def __init__(self, dataset, name):
         self.dataset, self.name = dataset, name
-        self.fingerprint = f"hub {name} {dataset._fingerprint}"
+        self.fingerprint = f"hub {name} {private_apis.dataset_fingerprint(dataset)}"
 
     def read(self, wanted):
         dataset = self.dataset

@@ -15,6 +15,7 @@ enough to make three promises:
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from modeling.sharded import reshard_after_eval
 from utils import World, all_reduce_sum, gather_objects
 
 # Tokens that end an assistant's turn in common chat templates. A template may close turns with one of them although the
@@ -54,7 +56,7 @@ def generate_samples(
         world: all ranks that call the model's forward together; None means this process alone.
         shard: (index, count) of the part of the prompts that this rank takes, world's rank and size by default. Ranks
             that compute one forward together (tensor parallelism) take the same part.
-        notice: told once when prompts had to be cut to fit the model's positions.
+        notice: called with a message where prompts are cut to fit the model's positions.
 
     Raises:
         ValueError: a setting is out of range.
@@ -71,7 +73,8 @@ def generate_samples(
     prompts, max_new_tokens = fit_to_positions(model, tokenizer, prompts, max_new_tokens, notice)
 
     writer = _Writer(model, tokenizer, temperature, top_p, max_new_tokens, seed, world, device)
-    rounds = -(-(-(-len(prompts) // count)) // batch_size)  # the same on every rank, whatever its own share
+    # The same on every rank, whatever its own share.
+    rounds = math.ceil(math.ceil(len(prompts) / count) / batch_size)
     texts: dict[int, str] = {}
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -136,14 +139,6 @@ def decode(tokenizer, prompt: np.ndarray, continuation: list[int]) -> str:
     head = tokenizer.decode(prompt.tolist(), skip_special_tokens=True)
     whole = tokenizer.decode(prompt.tolist() + continuation, skip_special_tokens=True)
     return whole[len(head) :] if whole.startswith(head) else tokenizer.decode(continuation, skip_special_tokens=True)
-
-
-def reshard_after_eval(model: torch.nn.Module) -> None:
-    """Free what FSDP2 gathered: after a forward without gradients the root, and every block under SHARD_GRAD_OP, holds
-    full plain tensors."""
-    for module in model.modules():
-        if callable(getattr(module, "reshard", None)):  # not recursive in FSDP2
-            module.reshard()
 
 
 def choose_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:

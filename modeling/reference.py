@@ -1,194 +1,18 @@
-"""The frozen reference: a model beside the policy, or its log-probs, computed once and kept on disk.
-
-`Reference` is what the trainer asks. `ReferenceCache` keeps log-probs under what they depend on. A file holds one
-float32 number a response of one tokenised data set; NaN means not computed yet. Its path is made of the reference's
-weights, the precision of the computation, and the tokens: changing any of them leads to another file, and changing
-anything else (learning rate, beta, loss) to the same one, which a whole sweep then shares.
-"""
+"""The frozen reference: a model beside the policy, or its log-probs, computed once and kept on disk."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from modeling.generation import reshard_after_eval
-from utils import (
-    all_reduce_sum,
-    broadcast_object,
-    checksum,
-    gather_objects,
-    get_local_dir,
-    remove_leftovers,
-    write_atomically,
-)
-
-MAGIC = b"reference log-probs 1\n"
-
-
-def weights_digest(model: torch.nn.Module, world=None) -> str:
-    """Fingerprint of a model's weights, the same however they are sharded.
-
-    Each weight's bits are read as an integer and summed, once as they are and once multiplied by their position;
-    integer sums do not depend on order, so shards can be summed apart and then together.
-    """
-    names, sums = [], []
-    for name, parameter in sorted(model.named_parameters()):
-        local, offsets = _local_part(parameter)
-        bits = local.detach().contiguous().view({4: torch.int32, 2: torch.int16, 8: torch.int64}[local.element_size()])
-        # A rank's part may be empty, so no dimension is left to be inferred.
-        rows = bits.reshape(len(bits), math.prod(bits.shape[1:])) if bits.ndim else bits.reshape(1, 1)
-        # sum over (i, j) of bits[i, j] * (i * 1,000,003 + j), counted from 1 in the whole weight, out of the sums of rows and
-        # of columns. A few rows at a time: as int64 the whole weight would take twice its memory.
-        row_place, column_place = (
-            torch.arange(n, device=rows.device) + offset + 1 for n, offset in zip(rows.shape, offsets)
-        )
-        total = torch.zeros(2, dtype=torch.int64, device=rows.device)
-        at_once = max(1, (1 << 19) // max(1, rows.shape[1]))
-        for part, place in zip(rows.split(at_once), row_place.split(at_once)):
-            wide = part.to(torch.int64)
-            of_rows = wide.sum(1)
-            total += torch.stack(
-                [of_rows.sum(), 1_000_003 * (of_rows * place).sum() + (wide.sum(0) * column_place).sum()]
-            )
-        # A part held by several ranks (replicas) counts once.
-        sums.append(total if _counts_here(parameter) else torch.zeros_like(total))
-        names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
-    totals = torch.stack(sums)
-    if world is not None:
-        totals = all_reduce_sum(totals, world)
-    text = "\n".join(f"{name} {pair}" for name, pair in zip(names, totals.tolist()))
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-
-def _local_part(parameter) -> tuple[torch.Tensor, tuple[int, int]]:
-    """This rank's part of a parameter, and where it starts in dimensions 0 and 1."""
-    if not hasattr(parameter, "placements"):
-        return parameter, (0, 0)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    assert not any(offset[2:]), "weights are sharded in their first two dimensions only"
-    first, second = (tuple(offset) + (0, 0))[:2]
-    # Trailing dimensions are flattened into one, so a step in dimension 1 is as long as what follows it.
-    return parameter.to_local(), (first, second * int(np.prod(parameter.shape[2:])))
-
-
-def _counts_here(parameter) -> bool:
-    if not hasattr(parameter, "placements"):
-        import torch.distributed as dist
-
-        return not dist.is_initialized() or dist.get_rank() == 0
-    coordinate = parameter.device_mesh.get_coordinate()
-    return all(place == 0 for place, placement in zip(coordinate, parameter.placements) if placement.is_replicate())
-
-
-class ReferenceCache:
-    """Reference log-probs of the responses of several tokenised data sets.
-
-    Args:
-        folder: where files are kept; None keeps everything in memory.
-        key: fingerprint of weights and precision.
-        datasets: by split ("train", "eval"), the data sets in the order in which batches number them.
-        notice: told of files that cannot be read or written.
-        writer: whether this process writes (one does).
-    """
-
-    def __init__(
-        self,
-        folder: str | None,
-        key: str,
-        datasets: dict[str, Sequence],
-        notice: Callable[[str], None],
-        writer: bool = True,
-    ):
-        self.folder = os.path.join(folder, key) if folder else None
-        self.datasets, self.notice, self.writer = datasets, notice, writer
-        self.values = {split: [self._read(dataset) for dataset in many] for split, many in datasets.items()}
-
-    def lookup(self, split: str, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Log-probs [K] of responses (data set index, response id).
-
-        Raises:
-            KeyError: one has not been computed; it is never taken to be zero.
-        """
-        found = np.array([self.values[split][dataset][response] for dataset, response in keys], dtype=np.float32)
-        if np.isnan(found).any():
-            missing = [key for key, value in zip(keys, found) if np.isnan(value)]
-            raise KeyError(f"No reference log-prob for {split} responses {missing[:5]} (data set, response).")
-        return torch.from_numpy(found)
-
-    def has(self, split: str, keys: Sequence[tuple[int, int]]) -> bool:
-        return not any(np.isnan(self.values[split][dataset][response]) for dataset, response in keys)
-
-    def store(self, split: str, keys: Sequence[tuple[int, int]], values: Sequence[float]) -> None:
-        for (dataset, response), value in zip(keys, values):
-            self.values[split][dataset][response] = value
-
-    def forget(self) -> None:
-        """Take all values as not computed."""
-        for many in self.values.values():
-            for values in many:
-                values.fill(np.nan)
-
-    def save(self, merge: bool = True) -> None:
-        """Write what is known, merged with what another job may have written since."""
-        if self.folder is None or not self.writer:
-            return
-        try:
-            os.makedirs(self.folder, exist_ok=True)
-            remove_leftovers(self.folder)
-            for split, many in self.datasets.items():
-                for dataset, values in zip(many, self.values[split]):
-                    if merge:
-                        others = self._read(dataset)
-                        gaps = np.isnan(values)
-                        values[gaps] = others[gaps]
-                    self._write(self._path(dataset), values)
-        except OSError as problem:
-            self.notice(
-                f"The reference cache {self.folder} cannot be written ({problem.strerror}); "
-                "its log-probs are kept for this run only. Set reference.cache_dir to a writable folder."
-            )
-            self.folder = None
-
-    def _path(self, dataset) -> str:
-        return os.path.join(self.folder, f"{dataset.key}.logps")
-
-    def _read(self, dataset) -> np.ndarray:
-        nothing = np.full(dataset.n_responses, np.nan, dtype=np.float32)
-        if self.folder is None or not os.path.exists(self._path(dataset)):
-            return nothing
-        path = self._path(dataset)
-        try:
-            with open(path, "rb") as file:
-                content = file.read()
-            body = content[len(MAGIC) + 4 :]
-            intact = content == MAGIC + _crc32(body) + body
-            values = np.load(io.BytesIO(body), allow_pickle=False) if intact else None
-            if values is not None and values.shape == nothing.shape and values.dtype == nothing.dtype:
-                return values
-            self.notice(f"The reference cache file {path} is damaged or of another version: computing it anew.")
-        except (OSError, ValueError, EOFError) as problem:
-            self.notice(f"The reference cache file {path} cannot be read ({problem}): computing it anew.")
-        return nothing
-
-    @staticmethod
-    def _write(path: str, values: np.ndarray) -> None:
-        buffer = io.BytesIO()
-        np.save(buffer, values)
-        body = buffer.getvalue()
-        write_atomically(path, MAGIC + _crc32(body) + body)
-
-
-def _crc32(body: bytes) -> bytes:
-    return bytes.fromhex(checksum(body, "crc32"))
+from modeling.digest import weights_digest
+from modeling.reference_cache import ReferenceCache
+from modeling.sharded import reshard_after_eval
+from utils import broadcast_object, gather_objects, get_local_dir
 
 
 class Reference:
@@ -197,7 +21,7 @@ class Reference:
     Args:
         config: the run's settings; policy: the model before its first update, which then is the reference.
         build_frozen: dtype name -> a frozen model of its own, ready to score.
-        samplers: by split ("train", "eval"), the steps whose responses need log-probs; None for a split without examples.
+        samplers: by split ("train", "eval"), the steps whose responses need log-probs; None for an empty split.
         datasets: by split, the data sets in the order in which batches number them.
         idle_batch: what a rank without work computes.
 

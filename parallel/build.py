@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+import private_apis
 from modeling import loading
+from modeling.blocks import checkpoint_activations, choose_trainable, find_blocks
 from parallel.fsdp import apply_fsdp
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import load_weights
@@ -32,16 +34,16 @@ def build_model(
         model = loading.load_model(config, tokenizer, dtype, device)
     else:
         model = build_on_meta(config, tokenizer, dtype)
-    blocks = loading.find_blocks(model, config.model.block_name)
+    blocks = find_blocks(model, config.model.block_name)
     if mesh is not None and "tp" in mesh.mesh_dim_names:
         apply_tensor_parallel(model, mesh["tp"])
     every = int(config.activation_checkpointing)
     if every and not frozen:
-        loading.checkpoint_activations(blocks, every)
+        checkpoint_activations(blocks, every)
     if config.compile:
         for block in blocks:
             block.compile(dynamic=True)  # rows differ in length
-    loading.choose_trainable(model, frozen, config.model.frozen)
+    choose_trainable(model, frozen, config.model.frozen)
     if mesh is not None:
         offload = config.fsdp.cpu_offload or (frozen and config.fsdp.reference_cpu_offload)
         fsdp_mesh = mesh["shard"] if "tp" in mesh.mesh_dim_names else mesh
@@ -67,11 +69,7 @@ def materialize(model, device: torch.device, storage: torch.device) -> None:
     """Allocate a sharded meta model: parameters on `storage`, buffers on `device`; buffers get their values."""
     model.to_empty(device=storage)
     model.tie_weights()  # to_empty makes one parameter of each name
-    with torch.no_grad():
-        for module in model.modules():
-            if module._non_persistent_buffers_set:
-                # Rotary frequencies and the like are in no file; the model library computes them here.
-                model._init_weights(module)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
+    private_apis.fill_computed_buffers(model)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

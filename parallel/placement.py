@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from modeling import generation
+from modeling.sharded import reshard_after_eval
 from parallel.build import build_model
 from parallel.gradients import clip_gradients, group_by_mesh
 from parallel.weights import count_held
@@ -81,7 +81,7 @@ class Placement:
         if self.sharded:
             for model in models:
                 if model is not None:
-                    generation.reshard_after_eval(model)
+                    reshard_after_eval(model)
 
     def describe(self, model) -> str | None:
         """What each rank holds of a model, in words; None on one device. All ranks call it together."""

@@ -80,17 +80,15 @@ def _sum_gradients(module, mesh: DeviceMesh) -> None:
     forward = module.forward
 
     def summed_forward(*args, **kwargs):
-        own = dict(module._parameters)
+        own = dict(module.named_parameters(recurse=False))
         try:
             for name, parameter in own.items():
-                if parameter is not None:
-                    del module._parameters[name]
-                    object.__setattr__(module, name, SumBackward.apply(parameter))
+                delattr(module, name)
+                setattr(module, name, SumBackward.apply(parameter))
             return forward(*args, **kwargs)
         finally:
             for name, parameter in own.items():
-                if parameter is not None:
-                    object.__delattr__(module, name)
-                    module._parameters[name] = parameter
+                delattr(module, name)
+                setattr(module, name, parameter)
 
     module.forward = summed_forward

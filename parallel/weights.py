@@ -8,6 +8,7 @@ import os
 import torch
 from torch.distributed.tensor import DTensor
 
+import private_apis
 from checkpoint.archives import check_keys, named_tensors, read_state_dict
 from modeling import loading
 from utils import World, run_on_main
@@ -36,13 +37,10 @@ def _safetensors(source: str) -> dict | None:
     from transformers.utils import cached_file
 
     def locate(name):
-        return cached_file(
-            source,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-        )
+        try:
+            return cached_file(source, name)
+        except OSError:  # the model has no such file, or it is out of reach
+            return None
 
     try:
         index = locate("model.safetensors.index.json")
@@ -85,11 +83,9 @@ def _copy_part(tensor: torch.Tensor, whole) -> None:
     if not isinstance(tensor, DTensor):
         tensor.copy_(whole[:] if not isinstance(whole, torch.Tensor) else whole)
         return
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = private_apis.local_shape_and_offset(tensor)
     local = tensor.to_local()
-    assert tuple(local.shape) == tuple(shape)
+    assert tuple(local.shape) == shape
     if local.numel():
         local.copy_(whole[tuple(slice(start, start + n) for start, n in zip(offset, shape))])
 

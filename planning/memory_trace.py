@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+import private_apis
 from data.batching import PromptUnit, pack, pad
-from modeling import loading, scoring
+from modeling import attention, head
+from modeling.blocks import checkpoint_activations, find_blocks
 
 # Kernels that need room of their own, beyond what they return: bytes of temporaries as a function of their arguments.
 _INSIDE_KERNELS = {torch.ops.aten.logsumexp.default: lambda args: args[0].numel() * args[0].element_size()}
@@ -35,7 +35,7 @@ PHASES = ("forward", "reference", "head", "late blocks", "early blocks")
 # Counting live bytes
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(private_apis.dispatch_mode()):
     """Counts the bytes of all tensors created while it is on, and their highest sum in each phase.
 
     Args:
@@ -57,20 +57,28 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                # A DTensor is a shell around this rank's part.
-                storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-                if storage not in self._seen:
-                    self._seen.add(storage)
-                    self.live += storage.nbytes()
-                    weakref.finalize(storage, self._free, storage.nbytes())
+        for tensor in _tensors_in(result):
+            # A DTensor is a shell around this rank's part.
+            storage = private_apis.local_tensor(tensor).untyped_storage()
+            if storage not in self._seen:
+                self._seen.add(storage)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
         inside = _INSIDE_KERNELS.get(function)
         self.peaks[self.phase] = max(self.peaks[self.phase], self.live + (inside(args) if inside else 0))
         return result
 
     def _free(self, n: int) -> None:
         self.live -= n
+
+
+def _tensors_in(result):
+    """The tensors among what an operation returned."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for part in result:
+            yield from _tensors_in(part)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,9 +94,7 @@ def model_without_content(settings, dtype: torch.dtype):
 
 @contextmanager
 def _contentless():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with private_apis.fake_tensor_mode() as mode:
         yield mode
 
 
@@ -125,14 +131,14 @@ def parameter_shapes(settings, dtype: torch.dtype, block_name: str | None = None
     """
     with _contentless():
         model = _build(settings, dtype)
-        blocks = loading.find_blocks(model, block_name)
+        blocks = find_blocks(model, block_name)
         owner = {parameter: index for index, block in enumerate(blocks, start=1) for parameter in block.parameters()}
         groups: list[list] = [[] for _ in range(len(blocks) + 1)]
         for name, parameter in model.named_parameters():
             groups[owner.get(parameter, 0)].append((name, tuple(parameter.shape), parameter.element_size()))
         buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-        head = model.get_output_embeddings()
-        tied = head is not None and head.weight is model.get_input_embeddings().weight
+        output = model.get_output_embeddings()
+        tied = output is not None and output.weight is model.get_input_embeddings().weight
         return Shapes(groups, buffers, type(model).__name__, tied)
 
 
@@ -181,12 +187,12 @@ class Work:
 
 @contextmanager
 def _head_bytes(n_bytes: int):
-    before = dict(scoring.HEAD_BYTES)
-    scoring.HEAD_BYTES["cpu"] = n_bytes
+    before = dict(head.HEAD_BYTES)
+    head.HEAD_BYTES["cpu"] = n_bytes
     try:
         yield
     finally:
-        scoring.HEAD_BYTES.update(before)
+        head.HEAD_BYTES.update(before)
 
 
 def _trace(
@@ -214,12 +220,12 @@ def _trace(
         inner.layer_types = list(inner.layer_types)[:blocks_wanted]
     with _contentless() as mode, _head_bytes(0):
         model = _build(settings, dtype)
-        blocks = loading.find_blocks(model, block_name)
+        blocks = find_blocks(model, block_name)
         if len(blocks) != blocks_wanted:
             raise RuntimeError(f"{type(model).__name__} cannot be built with {blocks_wanted} blocks")
         if every:
-            loading.checkpoint_activations(blocks, every)
-        scoring.use_attention(model, "packed_sdpa" if packed else "plain", full_forward=False)
+            checkpoint_activations(blocks, every)
+        attention.use_attention(model, "packed_sdpa" if packed else "plain", full_forward=False)
         batch = work.batch(mode, packed)
         counter = LiveBytes([*model.parameters(), *model.buffers()])
 
@@ -310,7 +316,7 @@ def pass_peaks(
 
 def logits_bytes(settings, work: Work, kind: str, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of the logits that exist at once, with their temporaries: (in the forward pass, in the backward pass)."""
-    columns = scoring.head_columns(work.scored, scoring.head_bytes(kind))
+    columns = head.head_columns(work.scored, head.head_bytes(kind))
     full = work.scored * min(columns, settings.get_text_config().vocab_size) * 4
     low = 0 if dtype == torch.float32 else full // 2
     return 2 * full, full + low
@@ -366,9 +372,7 @@ def optimizer_needs(name: str, arguments: dict, dtype: torch.dtype, foreach: boo
                 [
                     *parameters,
                     *(p.grad for p in parameters),
-                    *tree_leaves(
-                        [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-                    ),
+                    *(t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)),
                 ]
             )
             with counter:

@@ -16,7 +16,8 @@ from hydra import compose, initialize_config_dir
 from transformers import AutoConfig
 
 import settings
-from modeling import loading, scoring
+from modeling.attention import use_attention
+from modeling.blocks import checkpoint_activations, find_blocks
 from planning import memory_plan, memory_trace
 
 
@@ -49,8 +50,8 @@ def resident(key: str) -> int:
 def build(model_settings, config, frozen=False):
     model = memory_trace._build(model_settings, torch.float32)
     if int(config.activation_checkpointing) and not frozen:
-        loading.checkpoint_activations(loading.find_blocks(model, None), int(config.activation_checkpointing))
-    scoring.use_attention(model, "packed_sdpa")
+        checkpoint_activations(find_blocks(model, None), int(config.activation_checkpointing))
+    use_attention(model, "packed_sdpa")
     return model.requires_grad_(not frozen)
 
 
@@ -114,7 +115,7 @@ def measure_sharded(config, big, work, batch, ranks):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     mesh = make_placement(config, World(0, ranks, 0, "cpu")).mesh
     policy = build(big, config)
-    apply_fsdp(policy, loading.find_blocks(policy, None), mesh, config, False, False)
+    apply_fsdp(policy, find_blocks(policy, None), mesh, config, False, False)
     register_fsdp_forward_method(policy, "response_logps")
     local = [p.to_local() for p in policy.parameters()]
     counter = TrueBytes([*local, *policy.buffers()])

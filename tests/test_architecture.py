@@ -17,13 +17,12 @@ from conftest import ROOT
 # From the bottom to the top: a module imports from layers below its own, or from its own package. Packages and files in
 # one layer do not import each other.
 LAYERS = (
-    ("utils",),
+    ("utils", "private_apis"),
     ("losses",),
     ("data", "preference_datasets"),
     ("settings",),
     ("report",),
     ("checkpoint",),
-    ("private_apis",),
     ("modeling",),
     ("parallel",),
     ("planning", "training"),

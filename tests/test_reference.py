@@ -10,8 +10,8 @@ import pytest
 import torch
 from architectures import make
 
-from modeling import reference
-from modeling.reference import MAGIC, ReferenceCache, weights_digest
+from modeling.digest import weights_digest
+from modeling.reference_cache import MAGIC, ReferenceCache
 
 
 def data(key="tokens", n_responses=6):
@@ -195,7 +195,7 @@ def test_a_read_only_folder(tmp_path, monkeypatch):
     def refuse(*arguments, **options):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(reference.os, "fsync", refuse)  # root may write anywhere, whatever a folder's mode
+    monkeypatch.setattr(os, "fsync", refuse)  # root may write anywhere, whatever a folder's mode
     notices = Notices()
     check_kept_in_memory(filled(tmp_path, notices=notices), notices)
     assert "Read-only file system" in notices[0]
@@ -210,7 +210,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path, monkeypatch, function):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(reference.os, function, full)
+    monkeypatch.setattr(os, function, full)
     cache.store("train", [(0, 0)], [-0.0])
     cache.save()
     check_kept_in_memory(cache, notices)
@@ -223,7 +223,7 @@ def test_many_jobs_at_once_never_leave_a_broken_file(tmp_path):
 
     def job(number):
         try:
-            for turn in range(15):
+            for _ in range(15):
                 cache = open_cache(tmp_path, notices=notices, datasets={"train": [data(n_responses=5000)]})
                 keys = [(0, i) for i in range(number, 5000, 4)]
                 cache.store("train", keys, [float(i) for _, i in keys])

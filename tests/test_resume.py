@@ -363,7 +363,7 @@ def test_other_data_or_another_reference_is_refused(forge, place, tmp_path):
 
 
 def test_half_written_cache_files_of_killed_jobs_go(tmp_path):
-    from modeling.reference import ReferenceCache
+    from modeling.reference_cache import ReferenceCache
 
     os.makedirs(tmp_path / "key")
     for name, age in (("a.logps.1-ff.tmp", 7200), ("b.logps.2-ff.tmp", 5)):

@@ -29,7 +29,9 @@ from runs import (
 from torch.distributed.tensor import DTensor
 
 from data.batching import PromptUnit, pack, pad
-from modeling import loading, scoring
+from modeling import loading
+from modeling.attention import use_attention
+from modeling.blocks import find_blocks
 from parallel import build
 from parallel.placement import make_placement
 from parallel.weights import count_held
@@ -239,7 +241,7 @@ def read_placement(world, folder, options):
     found = {}
     for frozen in (False, True):
         model = place.build_model(config, tokenizer, torch.float32, frozen)
-        states = [block._get_fsdp_state() for block in loading.find_blocks(model, None)]
+        states = [block._get_fsdp_state() for block in find_blocks(model, None)]
         group = states[0]._fsdp_param_group
         part, whole = count_held(model)
         found["reference" if frozen else "policy"] = {
@@ -249,7 +251,7 @@ def read_placement(world, folder, options):
             "reduces": group.mp_policy.reduce_dtype,
             "share": part / whole,
             "ahead": [len(state._states_to_forward_prefetch) for state in states],
-            "checkpoints": [hasattr(block.forward, "func") for block in loading.find_blocks(model, None)],
+            "checkpoints": [hasattr(block.forward, "func") for block in find_blocks(model, None)],
             "trains": any(p.requires_grad for p in model.parameters()),
         }
     return found
@@ -558,7 +560,7 @@ UNITS = [
 
 
 def logps_of(model, plain=False):
-    scoring.use_attention(model, "plain" if plain else "packed_sdpa", False)
+    use_attention(model, "plain" if plain else "packed_sdpa", False)
     with torch.no_grad():
         return model.response_logps(pad(UNITS, 0) if plain else pack(UNITS)).clone()
 

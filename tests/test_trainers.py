@@ -26,6 +26,7 @@ from runs import (
 import losses
 from data.tokenization import load_tokenized
 from modeling import loading
+from modeling.blocks import find_blocks
 
 LN2 = math.log(2)
 
@@ -78,7 +79,7 @@ def test_activations_are_recomputed_where_asked_for(folder, setting, times):
 
         def counted(s):
             hooks = []
-            for index, block in enumerate(loading.find_blocks(trainer.policy, None)):
+            for index, block in enumerate(find_blocks(trainer.policy, None)):
 
                 def add(*_, index=index):
                     counts[index] += 1

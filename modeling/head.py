@@ -1,0 +1,153 @@
+"""Log-probs of given tokens under a language-model head, without its full logits.
+
+The head runs on the positions that predict response tokens only, a part of the vocabulary at a time, and each part's
+logits are computed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import private_apis
+
+# Bytes of fp32 logits that may exist at once. On a CPU they should stay in its cache.
+HEAD_BYTES = {"cpu": 2 << 20, "cuda": 512 << 20, "mps": 256 << 20}
+
+
+class _LinearLogps(torch.autograd.Function):
+    """log softmax(softcap(scale * (h W^T + b)))[target], over a few columns of the vocabulary at a time.
+
+    hidden [N, d], weight [V, d], bias [V] or None, targets int64 [N] -> float32 [N]; `columns` logits a row are alive
+    at once. The backward pass recomputes them and turns them into the gradient in place. Cut along the vocabulary, not
+    along the rows, each part of the weight is read once and its gradient written once, in one product over all rows.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap, columns):
+        normalizers = torch.full((len(hidden),), -torch.inf, dtype=torch.float32, device=hidden.device)
+        chosen = torch.zeros_like(normalizers)
+        for part, local, inside in _LinearLogps.parts(weight, targets, columns):
+            logits, _ = _LinearLogps.logits(hidden, weight, bias, part, scale, softcap)
+            normalizers = torch.logaddexp(normalizers, logits.logsumexp(-1))
+            chosen = torch.where(inside, logits.gather(1, local[:, None]).squeeze(1), chosen)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizers)
+        ctx.scale, ctx.softcap, ctx.columns = scale, softcap, columns
+        return chosen - normalizers
+
+    @staticmethod
+    def parts(weight, targets, columns):
+        """(slice of the vocabulary, targets counted from its start, which targets lie in it [N]) of each part."""
+        for start in range(0, len(weight), columns):
+            stop = min(start + columns, len(weight))
+            yield (
+                slice(start, stop),
+                (targets - start).clamp(0, stop - start - 1),
+                (targets >= start) & (targets < stop),
+            )
+
+    @staticmethod
+    def logits(hidden, weight, bias, part, scale, softcap):
+        """float32 logits [N, columns], and the soft-cap's slope [N, columns] (None without one)."""
+        logits = F.linear(hidden, weight[part], None if bias is None else bias[part]).float()
+        if scale != 1.0:
+            logits.mul_(scale)
+        if softcap is None:
+            return logits, None
+        bounded = logits.div_(softcap).tanh_()
+        slope = 1 - bounded * bounded
+        return bounded.mul_(softcap), slope
+
+    @staticmethod
+    def backward(ctx, upstream):
+        hidden, weight, bias, targets, normalizers = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # The parts' shares of a row are summed in fp32, whatever the weight's own precision.
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        grad_bias = torch.empty_like(bias) if needs_bias else None
+        for part, local, inside in _LinearLogps.parts(weight, targets, ctx.columns):
+            grad, slope = _LinearLogps.logits(hidden, weight, bias, part, ctx.scale, ctx.softcap)
+            # d log p[target] / d logits = onehot(target) - softmax(logits)
+            grad.sub_(normalizers[:, None]).exp_().mul_(-upstream[:, None])
+            grad.scatter_add_(1, local[:, None], torch.where(inside, upstream, 0.0)[:, None].to(grad.dtype))
+            if slope is not None:
+                grad.mul_(slope)
+            if ctx.scale != 1.0:
+                grad.mul_(ctx.scale)
+            if needs_bias:
+                grad_bias[part] = grad.sum(0)
+            grad = grad.to(weight.dtype)
+            if needs_hidden:
+                if weight.dtype == torch.float32:
+                    grad_hidden.addmm_(grad, weight[part])
+                else:
+                    grad_hidden += grad @ weight[part]
+            if needs_weight:
+                torch.mm(grad.T, hidden, out=grad_weight[part])
+        if needs_hidden:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def target_logps(
+    head: torch.nn.Module,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    n_bytes: int | None = None,
+) -> torch.Tensor:
+    """Log-probs of given tokens under a language-model head.
+
+    Args:
+        head: output embeddings; hidden: [N, d]; targets: int64 [N].
+        scale: factor on the logits; softcap: bound c of c * tanh(logits / c).
+        n_bytes: of fp32 logits that may exist at once; None is the device's HEAD_BYTES.
+    Returns: float32 [N].
+    """
+    if n_bytes is None:
+        n_bytes = head_bytes(hidden.device.type)
+    if (
+        type(head) is torch.nn.Linear
+        and not hasattr(head.weight, "placements")
+        and not private_apis.has_forward_pre_hooks(head)
+    ):
+        return _LinearLogps.apply(
+            hidden, head.weight, head.bias, targets, scale, softcap, head_columns(len(hidden), n_bytes)
+        )
+
+    # A head with hooks or a class of its own (tensor parallelism, adapters) is called as it is, on a few rows.
+    def chunk_logps(rows, wanted):
+        logits = head(rows).float() * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return logits.log_softmax(-1).gather(1, wanted[:, None]).squeeze(1)
+
+    vocabulary = getattr(head, "out_features", None) or head.weight.shape[0]
+    chunk = max(16, n_bytes // (4 * vocabulary))
+    parts = [
+        checkpoint(chunk_logps, rows, wanted, use_reentrant=False)
+        for rows, wanted in zip(hidden.split(chunk), targets.split(chunk))
+    ]
+    return torch.cat(parts)
+
+
+def head_bytes(kind: str) -> int:
+    """HEAD_BYTES of a kind of device."""
+    return HEAD_BYTES.get(kind, HEAD_BYTES["cuda"])
+
+
+def head_columns(rows: int, n_bytes: int) -> int:
+    """Columns of the vocabulary whose fp32 logits for all rows fit n_bytes; enough for an efficient product."""
+    return max(256, n_bytes // (4 * max(1, rows)))
+
+
+def head_scaling(model) -> tuple[float, float | None]:
+    """(scale, softcap) that a model applies to its logits after the head (Cohere, Granite, Gemma 2 and their kin)."""
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    if getattr(config, "logits_scaling", None):
+        scale /= float(config.logits_scaling)
+    return scale, getattr(config, "final_logit_softcapping", None)
