@@ -238,7 +238,7 @@ def parse_se(row: dict, sft: bool) -> PromptGroup | str:
     return group
 
 
-# ---- formats recognised by their columns -------------------------------------------------------------------------------
+# ---- formats recognised by their columns ---------------------------------------------------------------------------
 
 
 def parse_preferences(row: dict, sft: bool) -> PromptGroup | str:
