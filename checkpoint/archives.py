@@ -1,24 +1,19 @@
-"""Weights in and out of files: policy.pt, Hugging Face folders, step folders and run folders, ours and other people's.
+"""Reading weights from files: policy.pt, Hugging Face folders, step folders and run folders, ours and other people's.
 
     read_state_dict(path)            -> {name: tensor} from any of them, nothing in the file being able to run code
-    check_keys(model, state, source) -> the same state with exactly the model's keys, or a ValueError listing the rest
-    load_archive_into(model, path)   -> both, copied into an unsharded model in place
+    load_archive_into(model, path)   -> the same, fitted to an unsharded model (names.check_keys) and copied into it
     locate(path)                     -> (kind, path) if a caller would rather read it by itself; kind is one of
                                         'torch' (a .pt or .bin file), 'safetensors' (a file), 'hf', 'state' (folders)
-    write_hf_folder(model, state, tokenizer, folder) and export(source, folder, dtype, base) make Hugging Face folders.
 
 Names: policy.pt carries the names of `model.state_dict()`. Some of them differ from those in Hugging Face files
 (GPT-NeoX has `lm_head.weight` in memory and `embed_out.weight` on disk, and before transformers 5 in memory too): both
 are understood.
 """
 
-import contextlib
-import copy
 import json
 import os
 import pickle
 import re
-import shutil
 import warnings
 from pathlib import Path
 
@@ -26,25 +21,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpoint import step_folders
+from checkpoint.names import check_keys, clean_name, listing
 
 # Saving without a process group is what a run on one device does: nothing to warn of.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-# Buffers that earlier transformers kept in their state dicts and that are computed, not learned, today.
-HARMLESS = re.compile(
-    r"(^|\.)(attn|attention|self_attn)\.(bias|masked_bias|embed_positions|rotary_emb\.inv_freq)$"
-    r"|(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)(embeddings|transformer|model)\.position_ids$"
-)
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-OTHER_NAMES = (("embed_out.", "lm_head."),)  # GPT-NeoX, see above
 HF_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-
-
-def clean_name(name):
-    """A parameter's name without what torch.compile and activation-checkpointing wrappers put into it."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -246,64 +228,7 @@ def _read_distributed(folder):
     return state
 
 
-# ---- fitting into a model -------------------------------------------------------------------------------------------
-
-
-def named_tensors(model):
-    """Returns [(names, tensor)]: each parameter and persistent buffer once, with all its names (tied weights: several).
-
-    Goes through state_dict() because FSDP2 hooks into it: what it returns is sharded, even after an evaluation.
-    """
-    by_identity = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor):
-            by_identity.setdefault(id(tensor), ([], tensor))[0].append(clean_name(name))
-    return list(by_identity.values())
-
-
-def listing(names, most=20):
-    names = list(names)
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
-
-
-def check_keys(model, state, source="the archive"):
-    """Returns the state with exactly the keys of `model.state_dict()`, ready for a strict load_state_dict.
-
-    A name of tied weights that is missing is filled from its twin, computed buffers of older files are dropped.
-    Raises ValueError that lists the missing, the extra and the misshapen keys.
-    """
-    tensors = named_tensors(model)
-    expected = {name for names, _ in tensors for name in names}
-    state = dict(state)
-    for theirs, ours in (*OTHER_NAMES, *(pair[::-1] for pair in OTHER_NAMES)):
-        for key in [key for key in state if key.startswith(theirs) and key not in expected]:
-            if (renamed := ours + key.removeprefix(theirs)) in expected:
-                state[renamed] = state.pop(key)
-    fitted, missing, misshapen = {}, [], []
-    for names, tensor in tensors:
-        given = [(name, state.pop(name)) for name in names if name in state]
-        if not given:
-            missing.append(" = ".join(names))
-            continue
-        name, value = given[0]
-        if tuple(value.shape) != tuple(tensor.shape):
-            misshapen.append(f"{name} {tuple(value.shape)} where the model has {tuple(tensor.shape)}")
-        elif any(other.data_ptr() != value.data_ptr() and not torch.equal(other, value) for _, other in given[1:]):
-            misshapen.append(f"{' and '.join(n for n, _ in given)} differ, but are one weight in the model (tied)")
-        fitted.update(dict.fromkeys(names, value))
-    extra = [key for key in state if not HARMLESS.search(key)]
-    if missing or misshapen or extra:
-        parts = [
-            f"{what} ({len(keys)}): {listing(keys)}"
-            for what, keys in (("missing", missing), ("extra", extra), ("misshapen", misshapen))
-            if keys
-        ]
-        raise ValueError(
-            f"{source} does not fit the model, nothing was loaded. "
-            + "; ".join(parts)
-            + ". Give the model (model.name_or_path) that it was trained from"
-        )
-    return fitted
+# ---- into a model ---------------------------------------------------------------------------------------------------
 
 
 def load_archive_into(model, path, verify=True):
@@ -324,54 +249,3 @@ def load_archive_into(model, path, verify=True):
     own = {clean_name(name): name for name in model.state_dict()}
     model.load_state_dict({own[name]: tensor for name, tensor in state.items()}, strict=True)
     return len(state)
-
-
-# ---- writing --------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _plain_config(model):
-    """Lends the model a config and a generation config that describe plain, unquantised weights."""
-    original, quantizer = (model.config, model.generation_config), vars(model).pop("hf_quantizer", None)
-    config, generation = copy.deepcopy(original[0]), copy.deepcopy(original[1])
-    for key in ("quantization_config", "distributed_config"):
-        if hasattr(config, key):
-            delattr(config, key)
-    try:
-        if generation is not None:
-            try:
-                generation.validate(strict=True)
-            except ValueError:  # a temperature with do_sample false, as many models carry, is refused on saving
-                generation.do_sample = True
-        model.config, model.generation_config = config, generation
-        yield
-    finally:
-        model.config, model.generation_config = original
-        if quantizer is not None:
-            model.hf_quantizer = quantizer
-
-
-def write_hf_folder(model, state, tokenizer, folder):
-    """Writes a folder that opens with AutoModelForCausalLM and AutoTokenizer, in the dtype of the model and the state.
-
-    `model` gives the names and the config (it may be sharded or on the meta device), `state` {name: full CPU tensor}
-    the weights; `tokenizer` may be None. Touches no other process.
-    """
-    if not hasattr(model, "save_pretrained"):
-        raise ValueError(
-            f"a {type(model).__name__} is no transformers model and has no Hugging Face form: "
-            "leave 'hf' out of checkpoint.formats"
-        )
-    from transformers.utils import logging
-
-    bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with _plain_config(model):
-            model.save_pretrained(folder, state_dict=dict(state))
-    finally:
-        logging.enable_progress_bar() if bar else None
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    for file in Path(folder).glob("*.safetensors"):  # safetensors makes them readable by their owner only
-        shutil.copymode(Path(folder) / "config.json", file)

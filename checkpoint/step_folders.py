@@ -248,6 +248,21 @@ def best_step(steps, metric, mode=None):
     return pick(scored, key=lambda item: item[0])[1]
 
 
+def delete_old_steps(run_dir, keep_last, best=None):
+    """Deletes all steps but the last `keep_last` (None: keeps all), the best by (metric, mode), and that of LATEST."""
+    for replaced in Path(run_dir).glob("step-*.replaced"):
+        remove_folder(replaced)
+    if keep_last is None:
+        return
+    steps = complete_steps(run_dir)
+    kept = {folder for _, folder in steps[max(0, len(steps) - keep_last) :]} | {read_latest(run_dir)}
+    if best is not None:
+        kept |= {best_step(steps, *best)}
+    for _, folder in steps:
+        if folder not in kept:
+            remove_folder(folder)
+
+
 def lock(run_dir, patience=10.0):
     """Takes the run folder for this process, so that two runs never write into one. Returns the open lock file.
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 
 from checkpoint import step_folders
-from checkpoint.archives import check_keys, locate, read_state_dict, write_hf_folder
+from checkpoint.archives import locate, read_state_dict
+from checkpoint.hf_folder import write_hf_folder
+from checkpoint.names import check_keys
 from modeling.loading import load_tokenizer, model_config, source_of
 
 

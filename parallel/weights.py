@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import private_apis
-from checkpoint.archives import check_keys, named_tensors, read_state_dict
+from checkpoint.archives import read_state_dict
+from checkpoint.names import check_keys, named_tensors
 from modeling import loading
 from utils import World, run_on_main
 

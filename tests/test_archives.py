@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from checkpoint import archives
-from checkpoint.archives import check_keys, load_archive_into, locate, read_state_dict, write_hf_folder
+from checkpoint.archives import load_archive_into, locate, read_state_dict
 from checkpoint.checkpointer import Checkpointer
+from checkpoint.hf_folder import write_hf_folder
+from checkpoint.names import check_keys
 from modeling.export import export
 from modeling.loading import byte_tokenizer
 from utils import World

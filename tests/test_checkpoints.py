@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -15,9 +16,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import checkpoint.checkpointer as checkpointing
-from checkpoint import step_folders
-from checkpoint.checkpointer import Checkpointer, find_resumable
+from checkpoint import saving, step_folders
+from checkpoint.checkpointer import Checkpointer
+from checkpoint.step_folders import find_resumable
+from checkpoint.train_state import full_state
 from modeling.loading import byte_tokenizer
 from utils import World
 
@@ -233,12 +235,12 @@ def test_a_failing_save_leaves_the_run_alive_and_the_last_checkpoint_good(tmp_pa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = Checkpointer(tmp_path, settings(formats=["state", "policy", "hf"]), World(), told.append)
     assert checkpointer.save(1, model, optimizer, None, {"n": 1}) is None
-    monkeypatch.setattr(checkpointing, "hooks", [full_disk(stage)])
+    monkeypatch.setattr(saving, "hooks", [full_disk(stage)])
     problem = checkpointer.save(2, model, optimizer, None, {"n": 2})
     assert "No space left" in problem and checkpointer.problem == problem
     assert "step-2 WAS NOT SAVED" in told[0] and "last good checkpoint is step-1" in told[0] and len(told) == 1
     assert not list(tmp_path.glob("*.tmp")) and checkpointer.latest().name == "step-1"
-    monkeypatch.setattr(checkpointing, "hooks", [])
+    monkeypatch.setattr(saving, "hooks", [])
     step(model, optimizer)
     assert checkpointer.save(3, model, optimizer, None, {"n": 3}) is None and checkpointer.problem is None
     assert checkpointer.load(checkpointer.resumable(), model, optimizer) == {"n": 3}
@@ -247,12 +249,12 @@ def test_a_failing_save_leaves_the_run_alive_and_the_last_checkpoint_good(tmp_pa
 def test_free_space_is_looked_at_before_writing(tmp_path, monkeypatch):
     told = []
     checkpointer = Checkpointer(tmp_path, settings(), World(), told.append)
-    monkeypatch.setattr(checkpointing, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(step_folders, "free_bytes", lambda path: 1000)
     model = Small()
     assert "1.05 MB" in checkpointer.save(1, model, None, None, {}) and "0.00 MB free" in told[0]
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
     large = tiny("llama")
-    assert checkpointing.estimate_bytes(large, None, ["policy"]) > sum(p.nbytes for p in large.parameters())
+    assert saving.estimate_bytes(large, None, ["policy"]) > sum(p.nbytes for p in large.parameters())
 
 
 def in_a_child(action):
@@ -287,7 +289,7 @@ def test_kill_9_inside_a_save(tmp_path, stage, again):
     checkpointer.close()
 
     def killed():
-        checkpointing.hooks.append(lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None)
+        saving.hooks.append(lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None)
         Checkpointer(tmp_path, everything, World()).save(2, model, None, None, {"n": 2}, {"loss/eval": 1.0})
 
     assert in_a_child(killed) == -signal.SIGKILL
@@ -368,13 +370,13 @@ def test_saving_in_the_background_keeps_the_weights_of_its_moment(tmp_path, monk
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer)
     checkpointer = Checkpointer(tmp_path, settings(formats=["state", "policy", "hf"], async_save=True), World())
-    monkeypatch.setattr(
-        checkpointing, "hooks", [lambda stage: time.sleep(0.3) if stage in ("state", "policy") else None]
-    )
+    trained_on = threading.Event()
+    monkeypatch.setattr(saving, "hooks", [lambda stage: stage in ("state", "policy") and trained_on.wait(60)])
     assert checkpointer.save(1, model, optimizer, byte_tokenizer(), {"n": 1}) is None
     saved = snapshot(model, optimizer)
     step(model, optimizer, 2)  # while it is written
     assert checkpointer.latest() is None and checkpointer.poll() is None and checkpointer.latest() is None
+    trained_on.set()
     assert checkpointer.finish() is None and checkpointer.latest().name == "step-1"
     other = tiny("llama", 1)
     resumed = torch.optim.AdamW(other.parameters(), lr=0.1)
@@ -382,10 +384,10 @@ def test_saving_in_the_background_keeps_the_weights_of_its_moment(tmp_path, monk
     same(saved, snapshot(other, resumed))
     policy = torch.load(tmp_path / "LATEST" / "policy.pt", weights_only=True)["state"]
     same({name: saved[name] for name in policy}, policy)
-    monkeypatch.setattr(checkpointing, "hooks", [full_disk("policy")])
+    monkeypatch.setattr(saving, "hooks", [full_disk("policy")])
     assert checkpointer.save(2, model, optimizer, None, {"n": 2}) is None
     assert "No space left" in checkpointer.close() and checkpointer.latest().name == "step-1"
-    monkeypatch.setattr(checkpointing, "hooks", [])
+    monkeypatch.setattr(saving, "hooks", [])
 
 
 # ---- on two processes -----------------------------------------------------------------------------------------------
@@ -412,7 +414,7 @@ def two_processes(rank, folder, families):
         # what one process saved
         assert checkpointer.load(run / "step-1", model, optimizer) == {"n": 1}
         assert any("2 processes what 1 saved" in text for text in told) == (rank == 0)
-        full = checkpointing.full_state(model, world)
+        full = full_state(model, world)
         if rank == 0:
             same(torch.load(run / "step-1" / "policy.pt", weights_only=True)["state"], full)
         else:
@@ -439,12 +441,12 @@ def two_processes(rank, folder, families):
         # a disk that is full for one rank only
         checkpointer = Checkpointer(run, settings(formats=["state", "policy"]), world, told.append)
         for stage in ("state", "rng", "checksum"):
-            checkpointing.hooks[:] = [full_disk(stage)] if rank == 1 else []
+            saving.hooks[:] = [full_disk(stage)] if rank == 1 else []
             problem = checkpointer.save(3, model, optimizer, None, {"n": 3})
             assert "rank 1" in problem and "No space left" in problem and "rank 0" not in problem, problem
             assert not (run / "step-3").exists() and not (run / "step-3.tmp").exists()
             dist.barrier()
-        checkpointing.hooks.clear()
+        saving.hooks.clear()
         assert checkpointer.save(4, model, optimizer, None, {"n": 4}) is None
         # each rank has its own random numbers, and a damaged file of one rank is everyone's error
         assert (run / "step-4" / "state" / "rng-1.pt").exists()
@@ -556,7 +558,7 @@ def one_rank_dies(rank, folder):
     checkpointer = Checkpointer(folder / "run", settings(), World(rank, 2))
     assert checkpointer.save(1, model, None, None, {"n": 1}) is None
     if rank == 1:
-        checkpointing.hooks.append(lambda stage: os.kill(os.getpid(), signal.SIGKILL) if stage == "state" else None)
+        saving.hooks.append(lambda stage: os.kill(os.getpid(), signal.SIGKILL) if stage == "state" else None)
     checkpointer.save(2, model, None, None, {"n": 2})
 
 
