@@ -407,7 +407,7 @@ def test_early_stop_keeps_the_best_and_stays_stopped(forge, place):
 
 DISK = """
 import os
-from checkpoint import checkpointer
+from checkpoint import saving
 ballast, passed = {path!r} + "/ballast", []
 def disk(stage):
     passed.append(stage)
@@ -426,7 +426,7 @@ def disk(stage):
     if stage == "open" and passed.count("open") > {until}:
         if os.path.exists(ballast):
             os.unlink(ballast)
-checkpointer.hooks.append(disk)
+saving.hooks.append(disk)
 """
 
 
