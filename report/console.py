@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Any
@@ -46,17 +47,20 @@ class ConsoleLogger(Logger):
         self.last_line = time.monotonic()
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         line = printable(text).encode(encoding, "replace").decode(encoding)
-        try:
+        with _surviving_a_closed_terminal():
             tqdm.write(line, file=sys.stdout)  # above the bars
             sys.stdout.flush()
-        except (OSError, ValueError):  # a closed pipe or terminal: the run goes on, its files have everything
-            pass
 
     def finish(self, ok: bool, message: str | None) -> None:
         for bar in list(self.bars):
             bar.close()
         if message:
             self.show(message)
+
+
+def _surviving_a_closed_terminal() -> contextlib.AbstractContextManager:
+    """A run goes on without its terminal or pipe; its files have everything."""
+    return contextlib.suppress(OSError, ValueError)
 
 
 class Progress:
@@ -84,16 +88,17 @@ class Progress:
             return
         console.bars.append(self)
         if on_terminal(sys.stderr):
-            self.bar = tqdm(
-                total=total,
-                desc=description,
-                unit=f" {unit}",
-                initial=initial,
-                leave=leave,
-                file=sys.stderr,
-                dynamic_ncols=True,
-                mininterval=0.25,
-            )
+            with _surviving_a_closed_terminal():
+                self.bar = tqdm(
+                    total=total,
+                    desc=description,
+                    unit=f" {unit}",
+                    initial=initial,
+                    leave=leave,
+                    file=sys.stderr,
+                    dynamic_ncols=True,
+                    mininterval=0.25,
+                )
 
     def update(self, n: int = 1, **postfix: Any) -> None:
         """Advance by n; numbers in `postfix` are shown at the end of the bar."""
@@ -102,9 +107,10 @@ class Progress:
             return
         words = ", ".join(f"{SHORT_NAMES.get(name, name)} {short(as_number(value))}" for name, value in postfix.items())
         if self.bar is not None:
-            if words:
-                self.bar.set_postfix_str(words, refresh=False)
-            self.bar.update(n)
+            with _surviving_a_closed_terminal():
+                if words:
+                    self.bar.set_postfix_str(words, refresh=False)
+                self.bar.update(n)
         elif time.monotonic() - self.console.last_line > PLAIN_INTERVAL:
             rate = (self.done - self.initial) / max(time.monotonic() - self.started, 1e-9)
             share = f"/{self.total:,} ({self.done / self.total:.0%})" if self.total else ""
@@ -115,7 +121,8 @@ class Progress:
 
     def close(self) -> None:
         if self.bar is not None:
-            self.bar.close()
+            with _surviving_a_closed_terminal():
+                self.bar.close()
             self.bar = None
         if self.console is not None and self in self.console.bars:
             self.console.bars.remove(self)

@@ -54,7 +54,7 @@ class Logger(Protocol):
         """
 
     def metrics(self, values: dict[str, int | float], examples: int, updates: int, marks: list[str]) -> None:
-        """One log line. Values may be NaN or infinite; `marks` says which ones are unusual."""
+        """One log line. Values may be NaN or infinite; `marks` are words for those that are unusual."""
 
     def samples(self, rows: list[dict[str, Any]], examples: int, updates: int) -> None:
         """Sampled texts: {prompt, policy, reference (None without one), dataset} a row."""

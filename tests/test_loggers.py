@@ -1,4 +1,4 @@
-"""Files are valid and complete after a resume, the console is calm, and wandb is one run."""
+"""Files are valid and complete after a resume, the console prints little, and a resumed run is one wandb run."""
 
 import io
 import json
@@ -145,6 +145,24 @@ def test_on_a_terminal_there_is_a_bar(run_dir, monkeypatch):
         bar.update(10, tokens_per_second=12345.6)
         shown = sys.stderr.getvalue()
     assert "train:" in shown and "tok/s 12.3k" in shown and "50/100" in shown
+
+
+def test_a_terminal_that_closes_does_not_end_the_run(run_dir, monkeypatch):
+    class Closing(Terminal):
+        open = True
+
+        def write(self, text):
+            if not self.open:
+                raise OSError(5, "Input/output error")
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stderr", Closing())
+    monkeypatch.setenv("TERM", "xterm")
+    with Reporter(QUIET, run_dir).progress(100, "train", "pairs") as bar:
+        Closing.open = False
+        for _ in range(3):
+            bar.update(10, loss=0.5)
+    assert bar.done == 30
 
 
 def test_a_closed_pipe_does_not_end_the_run(run_dir, monkeypatch):
