@@ -47,7 +47,8 @@ class ConsoleLogger(Logger):
         self.last_line = time.monotonic()
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         line = printable(text).encode(encoding, "replace").decode(encoding)
-        with _surviving_a_closed_terminal():
+        # A pipe or terminal that closes does not end the run: its files have everything. tqdm does so for its bars.
+        with contextlib.suppress(OSError, ValueError):
             tqdm.write(line, file=sys.stdout)  # above the bars
             sys.stdout.flush()
 
@@ -56,11 +57,6 @@ class ConsoleLogger(Logger):
             bar.close()
         if message:
             self.show(message)
-
-
-def _surviving_a_closed_terminal() -> contextlib.AbstractContextManager:
-    """A run goes on without its terminal or pipe; its files have everything."""
-    return contextlib.suppress(OSError, ValueError)
 
 
 class Progress:
@@ -88,17 +84,16 @@ class Progress:
             return
         console.bars.append(self)
         if on_terminal(sys.stderr):
-            with _surviving_a_closed_terminal():
-                self.bar = tqdm(
-                    total=total,
-                    desc=description,
-                    unit=f" {unit}",
-                    initial=initial,
-                    leave=leave,
-                    file=sys.stderr,
-                    dynamic_ncols=True,
-                    mininterval=0.25,
-                )
+            self.bar = tqdm(
+                total=total,
+                desc=description,
+                unit=f" {unit}",
+                initial=initial,
+                leave=leave,
+                file=sys.stderr,
+                dynamic_ncols=True,
+                mininterval=0.25,
+            )
 
     def update(self, n: int = 1, **postfix: Any) -> None:
         """Advance by n; numbers in `postfix` are shown at the end of the bar."""
@@ -107,10 +102,9 @@ class Progress:
             return
         words = ", ".join(f"{SHORT_NAMES.get(name, name)} {short(as_number(value))}" for name, value in postfix.items())
         if self.bar is not None:
-            with _surviving_a_closed_terminal():
-                if words:
-                    self.bar.set_postfix_str(words, refresh=False)
-                self.bar.update(n)
+            if words:
+                self.bar.set_postfix_str(words, refresh=False)
+            self.bar.update(n)
         elif time.monotonic() - self.console.last_line > PLAIN_INTERVAL:
             rate = (self.done - self.initial) / max(time.monotonic() - self.started, 1e-9)
             share = f"/{self.total:,} ({self.done / self.total:.0%})" if self.total else ""
@@ -121,8 +115,7 @@ class Progress:
 
     def close(self) -> None:
         if self.bar is not None:
-            with _surviving_a_closed_terminal():
-                self.bar.close()
+            self.bar.close()
             self.bar = None
         if self.console is not None and self in self.console.bars:
             self.console.bars.remove(self)
