@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def _plain_config(model):
-    """Lends the model a config and a generation config that describe plain, unquantised weights."""
+    """For a while, gives the model a config and a generation config that describe plain, unquantised weights."""
     original, quantizer = (model.config, model.generation_config), vars(model).pop("hf_quantizer", None)
     config, generation = copy.deepcopy(original[0]), copy.deepcopy(original[1])
     for key in ("quantization_config", "distributed_config"):

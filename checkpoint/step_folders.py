@@ -65,7 +65,7 @@ def files_below(folder):
 def write_manifest(folder, examples, metrics, files):
     """Writes manifest.json, the mark of completeness. `files` is {relative path: [size, digest]} from `checksum`.
 
-    `saved_at` is seconds since 1970, but always after every step already there, whatever the hosts' clocks say.
+    `saved_at` is seconds since 1970, but always after every step already there, whatever the hosts' clocks show.
     """
     folder = Path(folder)
     newest = max((manifest["saved_at"] for manifest, _ in complete_steps(folder.parent)), default=0.0)
@@ -172,8 +172,8 @@ def point_latest(run_dir, folder):
 def find_resumable(run_dir, notice=print):
     """The newest step of a run that is complete and matches its checksums, or None.
 
-    From the newest save to the oldest; each one that is passed over is told through `notice` with what is wrong with
-    it. Only steps that hold `state/` count: the others cannot be resumed from. Raises ValueError if there is no such
+    From the newest save to the oldest; each one that is passed over is reported through `notice` with what is wrong
+    with it. Only steps that hold `state/` count: the others cannot be resumed from. Raises ValueError without such a
     folder.
     """
     run_dir = Path(run_dir)

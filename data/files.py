@@ -1,9 +1,10 @@
-"""Rows from local files: json, json lines (also gzipped), csv, parquet, and folders written by `datasets`.
+"""Rows of local files: json, json lines (also gzipped), csv, parquet, and the arrow files of `datasets`.
 
 Every reader is a generator, so that memory does not grow with the file (a json array is the exception: it is read
 whole), and yields `(number, row)` with the line or row number that an error message should name. Nothing here can
 run code: there is no pickle, no loading script, and a folder's own metadata may not point outside that folder.
-Whatever is wrong with a file ends as a ValueError that names the file, the place and the fault.
+Whatever is wrong with a file ends as a ValueError that names the file, the place and the fault. That is also why the
+`datasets` library does not read local files here: its errors name no line, and it first writes a copy of the whole file.
 """
 
 import csv
@@ -95,7 +96,7 @@ def _json_object(file, number, line: bytes) -> dict:
 
 
 def parse_json(data: bytes):
-    """json.loads whose every failure is a ValueError that says what is wrong with the text."""
+    """json.loads, but every failure is a ValueError that names what is wrong with the text."""
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:

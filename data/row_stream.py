@@ -89,7 +89,7 @@ class RowStream:
 
     def _keys(self):
         """Yields a 64-bit number a row, equal for rows of the same prompt, 0 for rows that are certainly dropped."""
-        if self.parser is parse_se:  # the question's source says as much as its text, which is costly to make
+        if self.parser is parse_se:  # its HTML identifies a question as well as its text, which is costly to make
             for _, _, row in self._rows():
                 yield _hash(str(row.get("question")))
         else:

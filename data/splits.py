@@ -9,7 +9,7 @@ from pathlib import Path
 from data.files import DATA_SUFFIXES, data_suffix
 
 SPLITS = ("train", "test")
-# Words in a file's name (or its folder's) that say which split it belongs to, best first.
+# Words in a file's name (or its folder's) that name its split, best first.
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "test": ("test", "validation", "valid", "val", "dev", "eval", "evaluation"),
@@ -92,7 +92,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _saved_dataset_files(folder: Path) -> list[Path]:
-    """The arrow files that a `save_to_disk` folder says it consists of."""
+    """The arrow files of a `save_to_disk` folder, as its state.json lists them."""
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         names = [entry["filename"] for entry in state["_data_files"]]
@@ -117,7 +117,7 @@ def _saved_dataset_files(folder: Path) -> list[Path]:
 def find_hub_split(loaded, split: str, sft: bool) -> tuple[str | None, bool]:
     """What a loaded Hub data set calls `split`, and whether that holds `split` alone (as above).
 
-    None for the only split there is, when its name tells nothing. Raises ValueError when no split fits.
+    None for the only split there is, under any other name. Raises ValueError when no split fits.
     """
     words = ("test", "validation", "valid", "val", "dev", "eval")
     test = next((found for word in words if (found := _hub_split(loaded, word, sft))), None)

@@ -58,7 +58,7 @@ class TokenizedDataset:
         rows            int64 [n_groups]        the source row, for messages
         truncated       bool  [n_responses]     cut at max_length, so without an EOS
     key: a digest of all tokens and the structure. counts: what was read, kept, cut and dropped. notices: what the user
-    should be told once.
+    should see once.
     """
 
     def __init__(self, folder, name: str, split: str):

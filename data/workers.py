@@ -1,4 +1,8 @@
-"""A map over worker processes, for Python work too slow for one process."""
+"""A map over worker processes, for Python work too slow for one process.
+
+By hand, because the ones of the standard library read all of their input ahead (`Pool.imap`, and `Executor.map` before
+Python 3.14), so that memory would grow with the data, and because `Pool` waits for ever for a worker that was killed.
+"""
 
 import multiprocessing
 import os
@@ -74,5 +78,5 @@ def _result(function, shared, item, future):
         try:
             return future.result()
         except BrokenProcessPool:
-            pass  # a worker could not start, or was killed (for memory, say): its share is done here, one at a time
+            pass  # a worker could not start, or was killed (for lack of memory): its share is done here, one at a time
     return function(shared, item)
