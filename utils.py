@@ -7,6 +7,7 @@ import contextlib
 import errno
 import getpass
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -23,6 +24,16 @@ from datetime import datetime
 from typing import BinaryIO
 
 PROJECT_DIR = os.path.dirname(os.path.abspath(__file__))
+
+
+class LazyModule:
+    """A module that is imported at its first use, for files that are read before anything heavy may be loaded."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str):
+        return getattr(importlib.import_module(self._name), attribute)
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def ours(job: dict) -> dict:
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(job, folder)
-        make_reference, spent = trainer._make_reference, []
+        make_reference, spent = trainer.make_reference, []
 
         def timed():
             if job.get("pairwise"):  # before the reference's pass, which then shares no more either
@@ -92,7 +92,7 @@ def ours(job: dict) -> dict:
             spent.append(clock(torch) - start)
             return reference
 
-        trainer._make_reference = timed
+        trainer.make_reference = timed
         trainer.prepare()
         losses = []
         start = clock(torch)
@@ -139,7 +139,7 @@ def useful_work(trainer) -> dict:
             scored += sum(responses)
             attended += prompt * (prompt + 1) // 2 + sum(r * prompt + r * (r + 1) // 2 for r in responses)
     forward = 2 * body * tokens + 2 * head.numel() * scored + 4 * width * settings.num_hidden_layers * attended
-    passes = 3 if trainer.sft else 4
+    passes = 4 if trainer.loss.needs_reference(trainer.loss_options) else 3
     return {"tokens": tokens, "scored_tokens": scored, "useful_flops": passes * forward}
 
 
@@ -155,9 +155,9 @@ def textbook(job: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(job, folder)
         trainer.choose_attention = lambda unit: ("plain", True)
-        trainer._make_reference = lambda: None
+        trainer.make_reference = lambda: None
         trainer.prepare()
-        policy, device, sft = trainer.policy, trainer.device, trainer.sft
+        policy, device, sft = trainer.policy, trainer.device, job["loss"] == "sft"
         reference = None
         if not sft:
             reference = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).to(device).eval()

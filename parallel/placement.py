@@ -83,17 +83,18 @@ class Placement:
                 if model is not None:
                     reshard_after_eval(model)
 
-    def describe(self, model) -> str | None:
-        """What each rank holds of a model, in words; None on one device. All ranks call it together."""
-        if not self.sharded:
-            return None
-        here, whole = count_held(model)
-        parts = gather_objects(here, self.world)
-        return (
-            f"{self.mesh}: "
-            + ", ".join(f"rank {rank} holds {part / 1e6:,.1f} M" for rank, part in enumerate(parts))
-            + f" of {whole / 1e6:,.1f} M parameters; {model.loaded_from}."
-        )
+    def describe(self, model) -> list[str]:
+        """What a model is and, on many devices, what each rank holds of it, in words. All ranks call it together."""
+        count = sum(parameter.numel() for parameter in model.parameters())
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        name = type(model).__name__.removeprefix("FSDP")  # which sharding puts before the class's name
+        lines = [f"{name}: {count / 1e6:,.1f} M parameters, {dtype}, on {self.device}"]
+        if self.sharded:
+            here, whole = count_held(model)
+            parts = gather_objects(here, self.world)
+            held = ", ".join(f"rank {rank} holds {part / 1e6:,.1f} M" for rank, part in enumerate(parts))
+            lines.append(f"{self.mesh}: {held} of {whole / 1e6:,.1f} M parameters; {model.loaded_from}.")
+        return lines
 
 
 def make_placement(config, world: World) -> Placement:

@@ -206,31 +206,24 @@ class ChangedPlacement:
 
 def spoil(*which, value=float("nan")):
     """Makes the losses of the which-th pairs that are trained on not finite, by a loss of its own."""
-    import losses
-
     seen = {"pairs": 0}
 
     def prepare(trainer):
-        function = losses.LOSSES["dpo"]
         training = trainer.losses_and_metrics
 
-        def spoiled(pairs, **settings):
-            each, *rewards = function(pairs, **settings)
-            factor = torch.ones_like(each)
-            for place in range(len(each)):
+        def spoiled(split, batch):
+            per_example_loss, metrics = training(split, batch)
+            if split == "eval":
+                return per_example_loss, metrics
+            factor = torch.ones_like(per_example_loss)
+            for place in range(len(factor)):
                 if seen["pairs"] in which:
                     factor[place] = value
                 seen["pairs"] += 1
-            return each * factor, *rewards
+            metrics.values[:, 0] *= factor
+            return per_example_loss * factor, metrics
 
-        def only_in_training(split, batch):
-            losses.LOSSES["dpo"] = spoiled if split == "train" else function
-            try:
-                return training(split, batch)
-            finally:
-                losses.LOSSES["dpo"] = function
-
-        trainer.losses_and_metrics = only_in_training
+        trainer.losses_and_metrics = spoiled
 
     return prepare
 

@@ -391,7 +391,8 @@ def test_a_run_that_wrote_nothing_leaves_no_folder(tmp_path):
 
 def test_the_open_files_limit_is_raised():
     code = textwrap.dedent("""
-        import resource, launch
+        import resource
+        from parallel import launch
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
         launch._raise_open_files_limit()

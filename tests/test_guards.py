@@ -8,12 +8,17 @@ import os
 import re
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fault_runs import FSDP, Forge, lines
 
-from training.guards import PREEMPTED, EarlyStop, Heartbeat, MovementWatch, SignalWatch
+from training.early_stopping import EarlyStop
+from training.heartbeat import Heartbeat
+from training.signals import PREEMPTED, SignalWatch
+from training.weight_movement import MovementWatch
+from utils import World
 
 SHORT = ("sample_during_eval=false", "do_first_eval=false", "n_epochs=1", "checkpoint.formats=[policy]")
 
@@ -79,12 +84,15 @@ def test_early_stop():
 
 def test_movement_is_measured_in_low_precision_only():
     model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    settings, alone = SimpleNamespace(lr=1e-6, model=SimpleNamespace(policy_dtype="bfloat16")), World()
     watch = MovementWatch(model, after=2)
-    assert watch.update() is None
+    assert watch.update(settings, alone) is None
     with torch.no_grad():
-        model.weight[:32] += 1
-    assert watch.update() == (32 * 64, 64 * 64 + 64) and watch.update() is None
-    assert MovementWatch(torch.nn.Linear(4, 4), after=1).update() is None
+        model.weight[:16] += 1
+    share = 16 * 64 / (64 * 64 + 64)
+    assert f"Only {share:.1%} of the bfloat16 weights changed" in watch.update(settings, alone)
+    assert watch.update(settings, alone) is None, "it is reported once"
+    assert MovementWatch(torch.nn.Linear(4, 4), after=1).update(settings, alone) is None
 
 
 def test_weights_that_do_not_move_are_told_with_their_share(forge):
@@ -108,17 +116,17 @@ import torch, trainers
 compute = trainers.BasicTrainer.losses_and_metrics
 left = [{times}]
 def broken(self, split, batch):
-    each, metrics = compute(self, split, batch)
+    per_example_loss, metrics = compute(self, split, batch)
     here = self.world.rank == {rank} and batch is not self.idle_batch
-    if here and split == "train" and self.step_number >= 2 and left[0]:
+    if here and split == "train" and self.state.step_number >= 2 and left[0]:
         left[0] -= 1
         if {loss}:
-            bad = torch.zeros(len(each)); bad[0] = float("nan")
-            each, metrics = each + bad, metrics.clone()
-            metrics[0, 0] = float("nan")
+            bad = torch.zeros(len(per_example_loss)); bad[0] = float("nan")
+            per_example_loss = per_example_loss + bad
+            metrics.values[0, 0] = float("nan")
         else:
-            each.register_hook(lambda gradient: gradient * float("inf"))
-    return each, metrics
+            per_example_loss.register_hook(lambda gradient: gradient * float("inf"))
+    return per_example_loss, metrics
 trainers.BasicTrainer.losses_and_metrics = broken
 step = torch.optim.AdamW.step
 def counted(self, *arguments, **options):
@@ -179,7 +187,7 @@ def test_a_heartbeat_tells_who_is_missing(tmp_path):
     first.at("summing gradients", 7)
     time.sleep(1.3)  # each writes once a second
     assert "rank 0" not in first.missing()
-    assert "rank 1: in pass 1 of 1 of a step, update 7, last heard of 1 s ago" in first.missing()
+    assert "rank 1: in pass 1 of 1 of a step, update 7, last seen 1 s ago" in first.missing()
     assert "rank 2: no sign of life" in first.missing()
     first.close()
     second.close()
@@ -195,12 +203,12 @@ def test_files_of_a_larger_world_that_was_killed_do_not_stay(tmp_path):
 
 SLEEPER = """
 import time, trainers
-make = trainers.BasicTrainer._gradients
+make = trainers.BasicTrainer.gradients
 def sleepy(self, *arguments):
-    if self.step_number == 2 and self.world.rank == 1:
+    if self.state.step_number == 2 and self.world.rank == 1:
         time.sleep(600)
     return make(self, *arguments)
-trainers.BasicTrainer._gradients = sleepy
+trainers.BasicTrainer.gradients = sleepy
 """
 
 

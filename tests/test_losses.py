@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import losses
-from losses import LOSSES, PairLogps, preference_loss, reward_accuracies
+from losses import LOSSES, LossOutput, PairLogps, ResponseLogps
+from losses.inputs import reward_accuracies
+from losses.pairwise import preference_loss
 
 BETA = 0.1
 # One pair. Policy: chosen tokens -2 -3 -4 -1, rejected six times -2. Reference: chosen sum -11, rejected as written.
@@ -55,35 +57,40 @@ def of_policy(pair):
     ],
 )
 def test_value(pair, name, settings, value):
-    found, _, _ = LOSSES[name](pair, beta=BETA, **settings)
+    found = LOSSES[name](pair, beta=BETA, **settings).losses
     assert found.shape == (1,)
     assert found.item() == pytest.approx(value, abs=1e-6)
 
 
+def rewards(output):
+    return output.metrics["rewards/chosen"], output.metrics["rewards/rejected"]
+
+
 def test_rewards_of_dpo_and_ipo(pair):
     for name in ("dpo", "ipo"):
-        _, chosen, rejected = LOSSES[name](pair, beta=BETA)
+        output = LOSSES[name](pair, beta=BETA)
+        chosen, rejected = rewards(output)
         assert (chosen.item(), rejected.item()) == (pytest.approx(0.1), pytest.approx(-0.15))
-        assert (chosen - rejected).item() == pytest.approx(0.25)
-        assert reward_accuracies(chosen, rejected).item() == 1.0
+        assert output.metrics["rewards/margins"].item() == pytest.approx(0.25)
+        assert output.metrics["rewards/accuracies"].item() == 1.0
 
 
 def test_averaged_ipo_rewards_are_of_averages(pair):
-    _, chosen, rejected = LOSSES["ipo"](pair, beta=BETA, average_log_prob=True)
+    chosen, rejected = rewards(LOSSES["ipo"](pair, beta=BETA, average_log_prob=True))
     assert (chosen.item(), rejected.item()) == (pytest.approx(0.1 / 4), pytest.approx(-0.15 / 6))
 
 
 def test_policy_equal_to_reference(pair):
-    found, chosen, rejected = LOSSES["dpo"](of_policy(pair), beta=BETA)
-    assert found.item() == pytest.approx(math.log(2), abs=1e-8)
-    assert (chosen - rejected).item() == 0.0
-    assert reward_accuracies(chosen, rejected).item() == 0.5
+    output = LOSSES["dpo"](of_policy(pair), beta=BETA)
+    assert output.losses.item() == pytest.approx(math.log(2), abs=1e-8)
+    assert output.metrics["rewards/margins"].item() == 0.0
+    assert output.metrics["rewards/accuracies"].item() == 0.5
 
 
 def test_gradient_of_dpo(pair):
     pair.policy_chosen.requires_grad_()
     pair.policy_rejected.requires_grad_()
-    LOSSES["dpo"](pair, beta=BETA)[0].sum().backward()
+    LOSSES["dpo"](pair, beta=BETA).losses.sum().backward()
     assert pair.policy_chosen.grad.item() == pytest.approx(-0.04378235, abs=1e-7)
     assert pair.policy_rejected.grad.item() == pytest.approx(0.04378235, abs=1e-7)
 
@@ -104,9 +111,12 @@ def test_gradients_are_of_the_values_and_rewards_carry_none(name, settings):
     generator = torch.Generator().manual_seed(0)
     logps = [(-20 * torch.rand(5, generator=generator, dtype=torch.float64)).requires_grad_() for _ in range(4)]
     lengths = torch.arange(1, 6, dtype=torch.float64), torch.arange(2, 7, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda *x: LOSSES[name](PairLogps(*x, *lengths), beta=0.3, **settings)[0], logps)
-    _, chosen, rejected = LOSSES[name](PairLogps(*logps, *lengths), beta=0.3, **settings)
-    assert not chosen.requires_grad and not rejected.requires_grad
+
+    def compute(*logps):
+        return LOSSES[name](PairLogps(*logps, *lengths), beta=0.3, **settings)
+
+    assert torch.autograd.gradcheck(lambda *logps: compute(*logps).losses, logps)
+    assert not any(value.requires_grad for value in compute(*logps).metrics.values())
 
 
 def test_extreme_margins_stay_finite():
@@ -114,7 +124,7 @@ def test_extreme_margins_stay_finite():
         *[torch.tensor([v], requires_grad=True) for v in (-1e4, -1.0, -1.0, -1e4)], torch.ones(1), torch.ones(1)
     )
     for settings in ({}, {"label_smoothing": 0.1}, {"f_divergence": "js"}):
-        found = LOSSES["dpo"](far, beta=1.0, **settings)[0]
+        found = LOSSES["dpo"](far, beta=1.0, **settings).losses
         found.sum().backward()
         assert torch.isfinite(found).all() and torch.isfinite(far.policy_chosen.grad).all()
 
@@ -129,24 +139,70 @@ def test_ties_count_one_half():
     assert found.tolist() == [0.5, 1.0, 0.0]
 
 
-def test_options_name_what_a_loss_takes():
-    assert losses.options("dpo") == ["beta", "label_smoothing", "reference_free", "f_divergence"]
-    assert losses.options("ipo") == ["beta", "average_log_prob", "reference_free"]
-    assert losses.options("sft") == []
+def test_options_are_read_off_the_function():
+    assert list(LOSSES["dpo"].options) == ["beta", "label_smoothing", "reference_free", "f_divergence"]
+    assert list(LOSSES["ipo"].options) == ["beta", "average_log_prob", "reference_free"]
+    assert LOSSES["sft"].options == {}
+    beta, divergence = LOSSES["dpo"].options["beta"], LOSSES["dpo"].options["f_divergence"]
+    assert (beta.type, beta.low, beta.open, beta.required) == (float, 0, True, True)
+    assert divergence.choices == ("reverse_kl", "js") and not divergence.required
+
+
+def test_what_a_loss_declares():
+    sft, dpo = LOSSES["sft"], LOSSES["dpo"]
+    assert (sft.inputs.kind, dpo.inputs.kind) == ("responses", "pairs")
+    assert not sft.needs_reference({}) and dpo.needs_reference({"beta": 0.1})
+    assert not dpo.needs_reference({"reference_free": True})
+    assert sft.metric_names("eval") == ("loss/eval", "logps_eval/chosen", "lengths_eval/chosen")
+    assert dpo.metric_names("train")[:5] == (
+        "loss/train",
+        "rewards_train/chosen",
+        "rewards_train/rejected",
+        "rewards_train/accuracies",
+        "rewards_train/margins",
+    )
 
 
 def test_sft_is_the_summed_negative_log_likelihood():
-    assert losses.sft(tensor(-10, -12)).tolist() == [10, 12]
+    assert LOSSES["sft"](ResponseLogps(tensor(-10, -12), tensor(3, 4))).losses.tolist() == [10, 12]
 
 
-def test_register_loss_makes_a_loss_available(monkeypatch):
-    monkeypatch.setattr(losses, "LOSSES", dict(LOSSES))
+@pytest.fixture
+def registry(monkeypatch):
+    """A registry that the test may add to."""
+    monkeypatch.setattr(losses.registry, "LOSSES", dict(LOSSES))
+    return losses.registry
 
-    @losses.register_loss("mine")
-    def mine(pairs, *, gamma):
-        return pairs.policy_chosen * gamma, *losses._rewards(pairs, 1.0)
 
-    assert losses.LOSSES["mine"] is mine and losses.options("mine") == ["gamma"]
+def test_register_loss_makes_a_loss_available(registry, pair):
+    @losses.register_loss("mine", metrics=("gap",))
+    def mine(pairs: PairLogps, *, gamma: float) -> LossOutput:
+        return LossOutput(pairs.policy_chosen * gamma, {"gap": pairs.policy_chosen - pairs.policy_rejected})
+
+    loss = losses.find_loss("mine")
+    assert loss.function is mine and list(loss.options) == ["gamma"] and loss.needs_reference({})
+    assert loss(pair, gamma=2.0).losses.item() == -20
+    assert loss.metric_names("eval")[:2] == ("loss/eval", "gap/eval")
+    with pytest.raises(ValueError, match="loss.beta is a key that its function does not take; loss=mine takes gamma"):
+        loss.check_options({"beta": 1, "gamma": 1})
+    with pytest.raises(ValueError, match="loss.gamma is missing"):
+        loss.check_options({})
+
+
+def test_mistakes_in_a_loss_are_named(registry, pair):
+    with pytest.raises(ValueError, match="annotate the first argument of untyped"):
+
+        @losses.register_loss("untyped")
+        def untyped(pairs): ...
+
+    @losses.register_loss("silent")
+    def silent(pairs: PairLogps) -> LossOutput:
+        return LossOutput(pairs.policy_chosen)
+
+    with pytest.raises(ValueError, match="returned the metrics none, but is registered with rewards/chosen"):
+        losses.find_loss("silent")(pair)
+    with pytest.raises(ValueError, match="no module in losses/ has @register_loss"):
+        losses.find_loss("nothing")
 
 
 class TestPreferenceLoss:

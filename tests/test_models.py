@@ -81,10 +81,10 @@ def test_an_archive_sets_policy_and_reference_alike(folder, trained, what, mode)
     start = {}
 
     def note(trainer):
-        resume = trainer._resume
-        trainer._resume = lambda: (
+        prepare = trainer.prepare
+        trainer.prepare = lambda: (
+            prepare(),
             start.update({name: value.clone() for name, value in trainer.policy.state_dict().items()}),
-            resume(),
         )
 
     run = train(

@@ -409,7 +409,7 @@ def train_into_trouble(world, folder, options, run_dir):
         trainer = held["trainer"]
         return (
             str(problem),
-            trainer.updates,
+            trainer.state.updates,
             all(torch.equal(a, p.to_local()) for a, p in zip(held["before"], trainer.policy.parameters())),
         )
 
@@ -483,9 +483,7 @@ def check_given_back(trainer):
 
     def checked():
         metrics = evaluate()
-        models_here = [
-            model for model in (trainer.policy, trainer.reference and trainer.reference.model) if model is not None
-        ]
+        models_here = [model for model in (trainer.policy, trainer.objective.reference_model) if model is not None]
         assert all(isinstance(p, DTensor) for model in models_here for p in model.parameters())
         return metrics
 

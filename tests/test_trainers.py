@@ -420,7 +420,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_optimizer_steps(fold
     with pytest.raises(FloatingPointError) as error:
         train(folder, *LLAMA, "lr=1e-3", "batch_size=4", "n_examples=20", "tokens_per_microbatch=1", prepare=prepare)
     trainer = held["trainer"]
-    assert trainer.updates == 1 and "update 2" in str(error.value)
+    assert trainer.state.updates == 1 and "update 2" in str(error.value)
     assert all(torch.equal(p, held["before"][name]) for name, p in trainer.policy.named_parameters())
     assert all(p.grad is None for p in trainer.policy.parameters())
     rows = [json.loads(line) for line in open(os.path.join(trainer.run_dir, "nonfinite.jsonl"))]
@@ -488,17 +488,17 @@ def test_a_loss_scale_that_overflows_is_lowered_and_no_example_is_lost(folder):
     scales = []
 
     def prepare(trainer):
-        trainer.loss_scale = 2.0**16
-        gradients = trainer._gradients
+        trainer.loss_scale.value = 2.0**16
+        gradients = trainer.gradients
 
         def overflowing(step):
             result = gradients(step)
-            scales.append(trainer.loss_scale)
-            if trainer.loss_scale > 2**14:
+            scales.append(trainer.loss_scale.value)
+            if trainer.loss_scale.value > 2**14:
                 next(trainer.policy.parameters()).grad[0, 0] = float("inf")
             return result
 
-        trainer._gradients = overflowing
+        trainer.gradients = overflowing
 
     run = train(folder, *LLAMA, *STRONG, prepare=prepare)
     assert scales == [2.0**16, 2.0**15] + [2.0**14] * 11
@@ -531,7 +531,7 @@ def small_memory(most_units):
     [
         ("placement", "before the first pass"),
         ("evaluate", "tokens_per_microbatch=32 .it was 64"),
-        ("_make_reference", "tokens_per_microbatch=32 .it was 64"),
+        ("make_reference", "tokens_per_microbatch=32 .it was 64"),
     ],
 )
 def test_no_memory_outside_a_step_is_reported_with_the_fix(folder, where, words):
@@ -582,10 +582,19 @@ def test_what_cannot_be_honoured_is_refused(folder, override, named):
 
 def test_a_key_that_the_losss_function_does_not_take_is_refused_before_any_weight_is_read(folder, monkeypatch):
     monkeypatch.setattr(loading, "load_model", None)
-    monkeypatch.setitem(losses.LOSSES, "dpo", lambda pairs, *, beta: None)
+    monkeypatch.setattr(losses.registry, "LOSSES", dict(losses.LOSSES))
+
+    @losses.register_loss("dpo")
+    def fewer(pairs: losses.PairLogps, *, beta: float) -> losses.LossOutput: ...
+
     with pytest.raises(ValueError, match="loss.f_divergence is a key that"):
         train(folder, *LLAMA, "n_examples=4")
-    monkeypatch.setitem(losses.LOSSES, "ipo", lambda pairs, *, beta, average_log_prob, reference_free, tau: None)
+
+    @losses.register_loss("ipo")
+    def more(
+        pairs: losses.PairLogps, *, beta: float, average_log_prob: bool, reference_free: bool, tau: float
+    ) -> losses.LossOutput: ...
+
     with pytest.raises(ValueError, match="loss.tau is missing"):
         train(folder, *LLAMA, "loss=ipo", "n_examples=4")
 

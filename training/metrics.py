@@ -1,70 +1,65 @@
-"""Metrics as sums and counts over distinct examples: added up over micro-batches, reduced over ranks once, divided last."""
+"""Metrics as sums and counts over distinct examples: added up, reduced over ranks once, divided last."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 
-from losses import PairLogps, reward_accuracies
-
-# The columns of a metric matrix [examples, columns]; `{}` becomes train or eval.
-PREFERENCE_METRICS = (
-    "loss/{}",
-    "rewards_{}/chosen",
-    "rewards_{}/rejected",
-    "rewards_{}/accuracies",
-    "rewards_{}/margins",
-    "logps_{}/chosen",
-    "logps_{}/rejected",
-    "lengths_{}/chosen",
-    "lengths_{}/rejected",
-)
-SFT_METRICS = ("loss/{}", "logps_{}/chosen", "lengths_{}/chosen")
+from losses import Loss, LossOutput
 
 
-def preference_columns(
-    losses: torch.Tensor, pairs: PairLogps, chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor
-) -> torch.Tensor:
-    """PREFERENCE_METRICS of E pairs, [E, 9], without gradient."""
-    return _columns(
-        losses,
-        chosen_rewards,
-        rejected_rewards,
-        reward_accuracies(chosen_rewards, rejected_rewards),
-        chosen_rewards - rejected_rewards,
-        pairs.policy_chosen,
-        pairs.policy_rejected,
-        pairs.chosen_lengths,
-        pairs.rejected_lengths,
-    )
+@dataclass
+class ExampleMetrics:
+    """Metrics of E examples, without gradient.
 
+    Attributes:
+        values: float32 [E, metrics], in the order of `Loss.metric_names`.
+        weights: float32 [E, metrics], 0 where a metric is not of that example; None where every one is of all.
+    """
 
-def sft_columns(losses: torch.Tensor, logps: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """SFT_METRICS of E responses, [E, 3], without gradient."""
-    return _columns(losses, logps, lengths)
+    values: torch.Tensor
+    weights: torch.Tensor | None = None
 
-
-def _columns(*columns: torch.Tensor) -> torch.Tensor:
-    return torch.stack([column.detach().float() for column in columns], dim=1)
+    @classmethod
+    def of(cls, loss: Loss, inputs, output: LossOutput) -> ExampleMetrics:
+        """The loss, what it reports, and what is known of its input whatever the loss."""
+        own = inputs.metrics()
+        named = {"loss": output.losses} | output.metrics | {name: own[name] for name in loss.inputs.own_metrics}
+        columns, weights, weighted = [], [], False
+        for value in named.values():
+            value, weight = value if isinstance(value, tuple) else (value, None)
+            weighted |= weight is not None
+            columns.append(value.detach().float())
+            weights.append(torch.ones_like(columns[-1]) if weight is None else weight.detach().float())
+        return cls(torch.stack(columns, dim=1), torch.stack(weights, dim=1) if weighted else None)
 
 
 class MetricAccumulator:
     """Sums of metrics for each data set of a split, and how many examples they are of.
 
     Args:
-        split: "train" or "eval"; datasets: the split's data sets; names: PREFERENCE_METRICS or SFT_METRICS.
+        dataset_names: of the split, in the order in which batches number them.
+        metric_names: what the columns of `ExampleMetrics` are called.
 
     Attributes:
-        sums: [data sets, metrics + 1]; the last column counts.
+        sums: [data sets, 2 * metrics]: a sum for each metric, then a count for each.
     """
 
-    def __init__(self, split: str, datasets: list, names: tuple[str, ...], device: torch.device):
-        self.split, self.datasets, self.names = split, datasets, names
-        precision = torch.float32 if device.type == "mps" else torch.float64
-        self.sums = torch.zeros(len(datasets), len(names) + 1, device=device, dtype=precision)
+    def __init__(self, dataset_names: Iterable[str], metric_names: tuple[str, ...], device: torch.device):
+        self.dataset_names, self.metric_names = list(dataset_names), metric_names
+        precision = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        self.sums = torch.zeros(len(self.dataset_names), 2 * len(metric_names), device=device, dtype=precision)
 
-    def add(self, batch, columns: torch.Tensor) -> None:
-        """Take in a micro-batch's metric matrix."""
-        rows = torch.cat([columns, torch.ones_like(columns[:, :1])], dim=1).to(self.sums.dtype)
+    def add(self, batch, metrics: ExampleMetrics) -> None:
+        """Take in a micro-batch."""
+        values, weights = metrics.values, metrics.weights
+        if weights is None:
+            weights = torch.ones_like(values)
+        else:
+            values = torch.where(weights > 0, values * weights, 0.0)
+        rows = torch.cat([values, weights], dim=1).to(self.sums.dtype)
         # A product with a one-hot matrix adds in a fixed order, which index_add on a GPU would not.
         members = torch.nn.functional.one_hot(batch.datasets, len(self.sums)).to(self.sums.dtype)
         self.sums += members.T @ rows
@@ -77,10 +72,10 @@ class MetricAccumulator:
         """
         parts = [("", total.sum(0))]
         if len(total) > 1:
-            parts += [(f"/{dataset.name}", row) for dataset, row in zip(self.datasets, total)]
+            parts += [(f"/{name}", row) for name, row in zip(self.dataset_names, total)]
         named = {}
         for suffix, row in parts:
-            *values, count = row.tolist()
-            if count:
-                named |= {name.format(self.split) + suffix: (value, count) for name, value in zip(self.names, values)}
+            values, counts = row.reshape(2, -1).tolist()
+            found = zip(self.metric_names, values, counts)
+            named |= {name + suffix: (value, count) for name, value, count in found if count}
         return named

@@ -1,0 +1,194 @@
+"""What a loss is given. The first argument of a loss is annotated with one of these classes, which declares its input.
+
+Each class names its example: what a step counts, what `batch_size` is made of, and what one entry of the returned
+losses belongs to. `select` takes a class's tensors out of the log-probs of a MicroBatch (data/batching.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from utils import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch")
+
+# A metric of E examples: values [E], or values and weights [E] where it is of some examples only.
+Metric = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
+
+
+@dataclass
+class ResponseLogps:
+    """Summed log-probs of E responses (nats) and their lengths (tokens); tensors [E]. An example is one response."""
+
+    policy: torch.Tensor
+    lengths: torch.Tensor
+
+    kind: ClassVar[str] = "responses"
+    example: ClassVar[str] = "examples"
+    own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "lengths/chosen")
+
+    @classmethod
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> ResponseLogps:
+        """From log-probs [K] of a micro-batch's responses."""
+        chosen = batch.pairs[:, 0]
+        return cls(policy[chosen], batch.lengths[chosen])
+
+    def metrics(self) -> dict[str, Metric]:
+        """Values of `own_metrics`."""
+        return {"logps/chosen": self.policy, "lengths/chosen": self.lengths}
+
+
+@dataclass
+class PairLogps:
+    """Summed response log-probs of E pairs (nats) and response lengths (tokens); tensors [E]. An example is a pair."""
+
+    policy_chosen: torch.Tensor
+    policy_rejected: torch.Tensor
+    reference_chosen: torch.Tensor
+    reference_rejected: torch.Tensor
+    chosen_lengths: torch.Tensor
+    rejected_lengths: torch.Tensor
+
+    kind: ClassVar[str] = "pairs"
+    example: ClassVar[str] = "pairs"
+    own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected")
+
+    @classmethod
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> PairLogps:
+        """From log-probs [K] of a micro-batch's responses."""
+        chosen, rejected = batch.pairs[:, 0], batch.pairs[:, 1]
+        return cls(
+            policy[chosen],
+            policy[rejected],
+            reference[chosen],
+            reference[rejected],
+            batch.lengths[chosen],
+            batch.lengths[rejected],
+        )
+
+    def averaged(self) -> PairLogps:
+        """The same pairs with log-probs averaged over each response's tokens."""
+        return PairLogps(
+            self.policy_chosen / self.chosen_lengths,
+            self.policy_rejected / self.rejected_lengths,
+            self.reference_chosen / self.chosen_lengths,
+            self.reference_rejected / self.rejected_lengths,
+            self.chosen_lengths,
+            self.rejected_lengths,
+        )
+
+    def rewards(self, beta: float) -> dict[str, Metric]:
+        """Metrics of the implicit rewards beta * log(policy / reference), up to a constant of the prompt (arXiv
+        2305.18290, eq. 5): chosen, rejected, accuracies (a tie counts one half), margins; without gradient."""
+        chosen = beta * (self.policy_chosen - self.reference_chosen).detach()
+        rejected = beta * (self.policy_rejected - self.reference_rejected).detach()
+        return {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/accuracies": reward_accuracies(chosen, rejected),
+            "rewards/margins": chosen - rejected,
+        }
+
+    def metrics(self) -> dict[str, Metric]:
+        """Values of `own_metrics`."""
+        return {
+            "logps/chosen": self.policy_chosen,
+            "logps/rejected": self.policy_rejected,
+            "lengths/chosen": self.chosen_lengths,
+            "lengths/rejected": self.rejected_lengths,
+        }
+
+
+@dataclass
+class UnpairedLogps:
+    """Summed log-probs of E responses (nats), each labelled good or bad by itself; tensors [E], `desirable` boolean.
+
+    An example is one labelled response. Of preference pairs, a chosen response is a desirable example and a rejected
+    one an undesirable one, each once however many pairs it is in.
+    """
+
+    policy: torch.Tensor
+    reference: torch.Tensor
+    desirable: torch.Tensor
+    lengths: torch.Tensor
+
+    kind: ClassVar[str] = "unpaired"
+    example: ClassVar[str] = "examples"
+    own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected")
+
+    @classmethod
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> UnpairedLogps:
+        """From log-probs [K] of a micro-batch's responses; an example is (k, -1) if good, (-1, k) if bad."""
+        desirable = batch.pairs[:, 0] >= 0
+        response = torch.where(desirable, batch.pairs[:, 0], batch.pairs[:, 1])
+        return cls(policy[response], reference[response], desirable, batch.lengths[response])
+
+    def rewards(self, beta: float) -> dict[str, Metric]:
+        """Metrics of the implicit rewards beta * log(policy / reference), good and bad responses apart; no gradient."""
+        reward = beta * (self.policy - self.reference).detach()
+        good = self.desirable.to(reward.dtype)
+        return {"rewards/chosen": (reward, good), "rewards/rejected": (reward, 1 - good)}
+
+    def metrics(self) -> dict[str, Metric]:
+        """Values of `own_metrics`."""
+        good = self.desirable.to(self.policy.dtype)
+        return {
+            "logps/chosen": (self.policy, good),
+            "logps/rejected": (self.policy, 1 - good),
+            "lengths/chosen": (self.lengths, good),
+            "lengths/rejected": (self.lengths, 1 - good),
+        }
+
+
+@dataclass
+class GroupLogps:
+    """Summed log-probs (nats) of all K responses of E prompts, and which of them were preferred to which.
+
+    An example is one prompt with all its responses.
+
+    Attributes:
+        policy, reference, lengths: [K]; group: int64 [K], the prompt (0..E-1) of each response.
+        preferences: int64 [P, 2], (preferred, other) indices into the responses, always of one prompt.
+        n_groups: E.
+    """
+
+    policy: torch.Tensor
+    reference: torch.Tensor
+    lengths: torch.Tensor
+    group: torch.Tensor
+    preferences: torch.Tensor
+    n_groups: int
+
+    kind: ClassVar[str] = "group"
+    example: ClassVar[str] = "prompts"
+    own_metrics: ClassVar[tuple[str, ...]] = ("logps/responses", "lengths/responses")
+
+    @classmethod
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> GroupLogps:
+        """From log-probs [K] of a micro-batch's responses."""
+        return cls(policy, reference, batch.lengths, batch.group, batch.preferences, len(batch.pairs))
+
+    def sum_by_group(self, values: torch.Tensor, group: torch.Tensor | None = None) -> torch.Tensor:
+        """Sums [E] of values over the responses (or what else `group` says belongs to which prompt) of each prompt."""
+        members = self.group if group is None else group
+        return values.new_zeros(self.n_groups).index_add(0, members, values)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Values of `own_metrics`: the mean over a prompt's responses."""
+        count = self.sum_by_group(torch.ones_like(self.policy)).clamp(min=1)
+        return {
+            "logps/responses": self.sum_by_group(self.policy) / count,
+            "lengths/responses": self.sum_by_group(self.lengths) / count,
+        }
+
+
+INPUTS = (ResponseLogps, PairLogps, UnpairedLogps, GroupLogps)
+
+
+def reward_accuracies(chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor) -> torch.Tensor:
+    """1 where the chosen response has the higher reward, 0 where the lower, one half for a tie: [E] -> [E]."""
+    return ((chosen_rewards > rejected_rewards).float() + (chosen_rewards >= rejected_rewards).float()) / 2

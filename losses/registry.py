@@ -1,0 +1,189 @@
+"""The registry of losses: `@register_loss("name")` reads what a loss needs off its function.
+
+    @register_loss("hinge", metrics=REWARDS)
+    def hinge(pairs: PairLogps, *, beta: float, margin: float = 1.0) -> LossOutput: ...
+
+- The class of the first argument is the loss's input (inputs.py): pairs, unpaired, group or responses.
+- The keyword arguments are its options. `loss.KEY=VALUE` is checked against their types and, with
+  `Annotated[float, Option(...)]`, their ranges before anything is loaded; config/loss/<name>.yaml gives their values.
+- An input with reference log-probs makes the loss need a reference, unless its option `reference_free` is true, or
+  `@register_loss(..., reference=False)` says that it never reads them.
+- `metrics` names what it reports beside its losses.
+
+torch is not imported here: the command line is checked without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from losses.inputs import INPUTS, Metric, PairLogps, UnpairedLogps
+
+# Metrics that `PairLogps.rewards` and `UnpairedLogps.rewards` give.
+PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
+UNPAIRED_REWARDS = ("rewards/chosen", "rewards/rejected")
+
+
+@dataclass
+class LossOutput:
+    """What a loss returns.
+
+    Attributes:
+        losses: [E], one an example, with gradient.
+        metrics: name -> values [E], or (values [E], weights [E]) where a metric is of some examples only.
+            "rewards/chosen" is logged as rewards_train/chosen and rewards_eval/chosen, a plain name such as "kl" as
+            kl/train and kl/eval.
+    """
+
+    losses: Any
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a loss. In an annotation, `Annotated[float, Option("what it does", low=0)]`, it adds what the type
+    leaves out: the meaning in a few words, and bounds, which are allowed values themselves unless `open`.
+    """
+
+    meaning: str = ""
+    low: float | None = None
+    high: float | None = None
+    open: bool = False
+    # What the signature says:
+    type: Any = None  # float, int, bool or str
+    choices: tuple = ()
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A registered loss.
+
+    Attributes:
+        function: (input, **options) -> LossOutput.
+        inputs: the class of its input, one of inputs.INPUTS; `inputs.kind` names the kind of example it is of.
+        reads_reference: whether it ever reads the reference's log-probs.
+        metrics: names of the metrics that it reports, in order.
+        options: its options by name.
+    """
+
+    name: str
+    function: Callable[..., LossOutput]
+    inputs: type
+    reads_reference: bool
+    metrics: tuple[str, ...]
+    options: dict[str, Option]
+
+    def __call__(self, inputs, **options) -> LossOutput:
+        """Losses and metrics of E examples.
+
+        Raises:
+            ValueError: the function returned other metrics than it declared.
+        """
+        output = self.function(inputs, **options)
+        if tuple(output.metrics) != self.metrics:
+            raise ValueError(
+                f"loss={self.name} returned the metrics {', '.join(output.metrics) or 'none'}, but is registered with "
+                f"{', '.join(self.metrics) or 'none'}: name them in order with @register_loss(..., metrics=...)."
+            )
+        return output
+
+    def needs_reference(self, options: Mapping[str, Any]) -> bool:
+        """Whether log-probs of a reference are to be computed, given the loss's options."""
+        return self.reads_reference and not options.get("reference_free", False)
+
+    def metric_names(self, split: str) -> tuple[str, ...]:
+        """Names under which this loss is logged for a split ("train" or "eval"), its loss first."""
+        names = ("loss", *self.metrics, *self.inputs.own_metrics)
+        return tuple(metric_name(name, split) for name in names)
+
+    def check_options(self, given: Mapping[str, Any]) -> None:
+        """Refuse options that the loss does not take, and miss those that it cannot do without.
+
+        Raises:
+            ValueError: with the key's name and the options that there are.
+        """
+        required = {name for name, option in self.options.items() if option.required}
+        for keys, what in (
+            (set(given) - set(self.options), "is a key that its function does not take"),
+            (required - set(given), "is missing in its yaml"),
+        ):
+            if keys:
+                raise ValueError(
+                    f"loss.{sorted(keys)[0]} {what}; loss={self.name} takes {', '.join(self.options) or 'no keys'}."
+                )
+
+
+def metric_name(name: str, split: str) -> str:
+    """ "rewards/chosen" of "eval" -> "rewards_eval/chosen"; "loss" -> "loss/eval"."""
+    group, _, leaf = name.partition("/")
+    return f"{group}_{split}/{leaf}" if leaf else f"{group}/{split}"
+
+
+LOSSES: dict[str, Loss] = {}
+
+
+def register_loss(name: str, *, metrics: tuple[str, ...] | None = None, reference: bool | None = None):
+    """Decorator: makes a function available as `loss=<name>` (with a `config/loss/<name>.yaml` beside it).
+
+    Args:
+        metrics: names of the metrics that it returns, in order; None: those of `rewards` of its input, if it has any.
+        reference: whether it reads the reference's log-probs; None: if its input has some.
+    Raises:
+        ValueError: the first argument is not annotated with a class of inputs.py.
+    """
+
+    def add(function):
+        hints = typing.get_type_hints(function, include_extras=True)
+        first, *rest = inspect.signature(function).parameters.values()
+        inputs = hints.get(first.name)
+        if inputs not in INPUTS:
+            raise ValueError(
+                f"loss={name}: annotate the first argument of {function.__name__} with what it takes, one of "
+                f"{', '.join(cls.__name__ for cls in INPUTS)}."
+            )
+        usual = {PairLogps: PAIR_REWARDS, UnpairedLogps: UNPAIRED_REWARDS}.get(inputs, ())
+        has_reference = any("reference" in field.name for field in dataclasses.fields(inputs))
+        options = {p.name: _option(p, hints) for p in rest if p.kind is p.KEYWORD_ONLY}
+        LOSSES[name] = Loss(
+            name,
+            function,
+            inputs,
+            has_reference if reference is None else reference,
+            usual if metrics is None else metrics,
+            options,
+        )
+        return function
+
+    return add
+
+
+def _option(parameter: inspect.Parameter, hints: dict[str, Any]) -> Option:
+    annotation, described = hints.get(parameter.name), Option()
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation, *more = typing.get_args(annotation)
+        described = next((extra for extra in more if isinstance(extra, Option)), described)
+    choices: tuple = ()
+    if typing.get_origin(annotation) is typing.Literal:
+        choices, annotation = typing.get_args(annotation), str
+    return dataclasses.replace(
+        described, type=annotation, choices=choices, required=parameter.default is parameter.empty
+    )
+
+
+def find_loss(name: str) -> Loss:
+    """The loss of that name.
+
+    Raises:
+        ValueError: it has a yaml, but no function.
+    """
+    if name not in LOSSES:
+        raise ValueError(
+            f"loss={name} has a file in config/loss, but no module in losses/ has @register_loss({name!r})."
+        )
+    return LOSSES[name]

@@ -1,0 +1,116 @@
+"""The tokenised data of a run, and the steps that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from data.batching import MicroBatch, PromptUnit, pack, pad
+from data.sampler import BatchSampler, DatasetMixture
+from data.tokenization import load_tokenized
+from parallel.placement import Placement
+from utils import World, check_same
+
+
+def load_datasets(
+    config, tokenizer, kind: str, world: World, wait_for_all: Callable[[], None], reporter
+) -> dict[str, list]:
+    """Tokenised data sets by split, "train" and "eval"; what was dropped or cut is reported.
+
+    Args:
+        kind: of the loss's examples, see losses/inputs.py; wait_for_all: a barrier that allows for hours.
+    Raises:
+        ValueError: there is no training example, or ranks see different data.
+    """
+    datasets = {}
+    for split, part in (("train", "train"), ("eval", "test")):
+        # One process of each node tokenises and writes the cache; the others then read it.
+        for turn in (True, False):
+            if (world.local_rank == 0) == turn:
+                datasets[split] = [
+                    load_tokenized(name, part, tokenizer, config, sft=kind == "responses", progress=reporter.progress)
+                    for name in config.datasets
+                ]
+            wait_for_all()  # tokenising may take longer than a collective of training may
+    if not sum(len(dataset.examples) for dataset in datasets["train"]):
+        raise ValueError(
+            f"datasets={list(config.datasets)} hold no usable training example: "
+            f"{'; '.join(str(dataset.counts) for dataset in datasets['train'])}"
+        )
+    for split, found in datasets.items():
+        for dataset in found:
+            check_same(dataset.key, f"the tokenised {split} data of {dataset.name}", world)
+            reporter.counts(dataset.name, split, dataset.counts)
+            for text in dataset.notices:
+                reporter.notice(text)
+    return datasets
+
+
+def training_mixture(config, datasets: list) -> DatasetMixture:
+    """The training data sets with their weights."""
+    return DatasetMixture(datasets, [float(config.data.weights.get(name, 1.0)) for name in config.datasets])
+
+
+@dataclass
+class RunSteps:
+    """The steps of a run.
+
+    Attributes:
+        training: of training; held_out: of an evaluation, None if there are no held-out examples.
+        idle_batch: what a rank without work in a micro-batch computes, at weight zero, so that collectives match.
+    """
+
+    training: BatchSampler
+    held_out: BatchSampler | None
+    idle_batch: MicroBatch
+
+
+def make_steps(
+    config,
+    train: DatasetMixture,
+    held_out: DatasetMixture,
+    tokenizer,
+    kind: str,
+    placement: Placement,
+    kernel: str,
+    budget: int,
+) -> RunSteps:
+    """Steps of the run's data, laid out for an attention kernel.
+
+    Args:
+        kind: of the loss's examples; kernel: "plain" pads one response a row, any other packs; budget: tokens a pass.
+    """
+    share_prefix = config.prefix_sharing and kernel != "plain"
+    if kernel == "plain":
+        make_batch = partial(pad, pad_token_id=tokenizer.pad_token_id)
+    else:
+        make_batch = partial(pack, share_prefix=share_prefix)
+    layout = {
+        "make_batch": make_batch,
+        "rank": placement.data_rank,
+        "n_ranks": placement.data_ranks,
+        "share_prefix": share_prefix,
+        "seed": config.seed,
+        "budget": budget,
+    }
+    training = BatchSampler(
+        train,
+        config.batch_size,
+        shuffle=config.shuffle,
+        n_epochs=config.n_epochs,
+        n_examples=config.n_examples,
+        min_micro_batches=config.gradient_accumulation_steps,
+        **layout,
+    )
+    evaluation = None
+    if held_out.epoch_size():
+        evaluation = BatchSampler(
+            held_out, config.eval_batch_size, shuffle="pairs", n_epochs=1, n_examples=config.n_eval_examples, **layout
+        )
+    token = np.array([tokenizer.eos_token_id], dtype=np.int32)
+    pair = {"responses": (0, -1), "pairs": (0, 0), "unpaired": (0, -1), "group": (-1, -1)}[kind]
+    idle_batch = make_batch([PromptUnit(0, 0, token, [token], [0], [pair])])
+    return RunSteps(training, evaluation, idle_batch.to(placement.device))

@@ -1,0 +1,109 @@
+"""Evaluation on held-out examples, and samples of policy and reference to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from data.batching import MicroBatch, PromptUnit
+from modeling.generation import generate_samples
+from training.data_loading import RunSteps
+from training.metrics import ExampleMetrics
+from training.objective import Objective
+from training.train_state import TrainState
+
+
+class Evaluation:
+    """What a run does with its held-out examples.
+
+    Args:
+        steps: of the run, `steps.held_out` among them; datasets: the held-out data sets.
+    """
+
+    def __init__(self, config, objective: Objective, steps: RunSteps, datasets: list, tokenizer, placement, reporter):
+        self.config, self.objective, self.tokenizer = config, objective, tokenizer
+        self.sampler, self.idle_batch = steps.held_out, steps.idle_batch
+        self.placement, self.reporter = placement, reporter
+        self.dataset_names = [dataset.name for dataset in datasets]
+
+    @torch.no_grad()
+    def metrics(
+        self, score: Callable[[MicroBatch], ExampleMetrics], interrupted: Callable[[int], bool]
+    ) -> dict[str, float] | None:
+        """Means over all held-out examples of all ranks; None if the evaluation was interrupted.
+
+        Args:
+            score: a micro-batch on the device -> its examples' metrics. All ranks call it equally often.
+            interrupted: called with the number of steps done after each; True ends the evaluation, on all ranks.
+        """
+        device = self.placement.device
+        sums = self.objective.accumulator("eval", self.dataset_names, device)
+        unit = self.objective.loss.inputs.example
+        with self.reporter.progress(self.sampler.n_examples, "evaluation", unit) as bar:
+            for step in self.sampler.steps():
+                for batch in step.micro_batches:
+                    if batch is None:
+                        score(self.idle_batch)
+                        continue
+                    batch = batch.to(device)
+                    sums.add(batch, score(batch))
+                bar.update(step.n_examples)
+                if interrupted(step.number + 1):
+                    self._reshard()
+                    return None
+        self._reshard()
+        total = sums.by_name(self.placement.reduce(sums.sums).cpu())
+        return {name: value / count for name, (value, count) in total.items()}
+
+    def _reshard(self) -> None:
+        self.placement.reshard_after_eval(self.objective.policy, self.objective.reference_model)
+
+    def write_samples(self, state: TrainState) -> None:
+        """Report continuations of the same held-out prompts by the policy and, once a run, by the reference."""
+        units = self._prompts()
+        write = partial(
+            generate_samples,
+            tokenizer=self.tokenizer,
+            prompts=[unit.prompt for unit in units],
+            world=self.placement.world,
+            batch_size=self.config.eval_batch_size,
+            device=self.placement.device,
+            notice=self.reporter.notice,
+            shard=(self.placement.data_rank, self.placement.data_ranks),
+            **self.config.sampling,
+        )
+        first = state.reference_samples is None
+        with self.reporter.progress(2 if first else 1, "samples", "models") as bar:
+            texts = write(self.objective.policy)
+            bar.update(1)
+            if first:
+                if self.objective.reference_model is not None:
+                    state.reference_samples = write(self.objective.reference_model)
+                elif state.updates == 0:
+                    state.reference_samples = texts  # nothing was learnt yet: the policy is the reference
+                bar.update(1)
+        self._reshard()
+        # A loss without a reference has none to be compared with.
+        compared = state.reference_samples if self.objective.loss.reads_reference else None
+        rows = [
+            {
+                "dataset": self.dataset_names[unit.dataset],
+                "prompt": self.tokenizer.decode(unit.prompt),
+                "policy": text,
+                "reference": compared[index] if compared else None,
+            }
+            for index, (unit, text) in enumerate(zip(units, texts))
+        ]
+        self.reporter.samples(state.examples, rows)
+
+    def _prompts(self) -> list[PromptUnit]:
+        """The first distinct prompts in an order of the seed: the same at each evaluation."""
+        units, seen = [], set()
+        mixture = self.sampler.mixture
+        for unit in mixture.units(mixture.epoch_permutation(self.config.seed, 0)):
+            if len(units) < self.config.n_eval_model_samples and (unit.dataset, unit.group) not in seen:
+                seen.add((unit.dataset, unit.group))
+                units.append(unit)
+        return units

@@ -1,0 +1,82 @@
+"""The optimizer, its learning-rate schedule, and the factor on float16 losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+
+def make_optimizer(config, parameter_groups: list[dict]) -> torch.optim.Optimizer:
+    """The class of torch.optim that the settings name, over these groups of parameters.
+
+    Raises:
+        ValueError: its keyword arguments do not fit.
+    """
+    kind = getattr(torch.optim, config.optimizer)
+    try:
+        return kind(parameter_groups, lr=config.lr, **config.optimizer_kwargs)
+    except TypeError as problem:
+        raise ValueError(
+            f"optimizer_kwargs={dict(config.optimizer_kwargs)} do not fit torch.optim.{config.optimizer}: {problem}"
+        ) from problem
+
+
+def learning_rate(config, step: int, n_steps: int) -> float:
+    """Learning rate of optimizer step `step` (0-based) of `n_steps`: linear warm-up, then the schedule's decay."""
+    warm = config.warmup_steps
+    rate = config.lr * min(1.0, (step + 1) / (warm + 1))
+    if config.schedule == "constant" or step <= warm:
+        return rate
+    done = (step - warm) / max(1, n_steps - warm)
+    return rate * (1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class LossScale:
+    """A factor on the loss, without which float16 gradients underflow; it adapts (arXiv 1710.03740, section 3.2).
+
+    Args:
+        enabled: whether gradients are float16; otherwise the factor is 1 and nothing here does anything.
+    """
+
+    START, GROWTH_STEPS = 2.0**16, 2000
+
+    def __init__(self, enabled: bool):
+        self.value, self.good_steps = (self.START if enabled else 1.0), 0
+
+    @property
+    def active(self) -> bool:
+        return self.value != 1.0
+
+    def unscale(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Take the factor out of the gradients, in place."""
+        if self.active:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.value)
+
+    def lower(self) -> None:
+        """Halve the factor after gradients overflowed.
+
+        Raises:
+            FloatingPointError: it is below 1: the gradients themselves overflow.
+        """
+        self.value, self.good_steps = self.value / 2, 0
+        if self.value < 1.0:
+            raise FloatingPointError(
+                "float16 gradients overflow at every loss scale: use model.fsdp_policy_mp=bfloat16."
+            )
+
+    def stepped(self) -> None:
+        """Count a step without overflow; after many the factor doubles."""
+        if self.active:
+            self.good_steps += 1
+            if self.good_steps % self.GROWTH_STEPS == 0:
+                self.value *= 2
+
+    def state(self) -> dict:
+        return {"loss_scale": self.value, "good_steps": self.good_steps}
+
+    def load_state(self, state: dict) -> None:
+        self.value, self.good_steps = state["loss_scale"], state["good_steps"]
