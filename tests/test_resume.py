@@ -215,7 +215,7 @@ def test_a_signal_in_an_evaluation_leaves_it_to_the_resumed_run(forge, calm, pla
 import time, trainers
 compute = trainers.BasicTrainer.losses_and_metrics
 def slow(self, split, batch):
-    if split == "eval" and self.step_number:
+    if split == "eval" and self.state.step_number:
         print("evaluating", flush=True)
         time.sleep(0.2)
     return compute(self, split, batch)

@@ -452,7 +452,7 @@ def test_a_gradient_that_is_not_finite_names_the_whole_step(folder):
     held = []
     with pytest.raises(FloatingPointError, match="gradient"):
         train(folder, *LLAMA, "batch_size=4", "n_examples=4", prepare=prepare)
-    assert len(open(os.path.join(held[0].run_dir, "nonfinite.jsonl")).readlines()) == 4 and held[0].updates == 0
+    assert len(open(os.path.join(held[0].run_dir, "nonfinite.jsonl")).readlines()) == 4 and held[0].state.updates == 0
 
 
 def test_steps_that_are_not_finite_can_be_skipped(folder):
