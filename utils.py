@@ -74,7 +74,8 @@ def processes_on_node(world_size: int) -> int:
     env = os.environ
     # srun writes "4(x2),3" for two nodes of four tasks and one of three.
     given = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE")
-    return int(re.match(r"\d+", given).group()) if given else world_size
+    first = re.match(r"\d+", given) if given else None
+    return int(first.group()) if first else world_size
 
 
 # ---- Collectives: in a world of one they do nothing -----------------------------------------------------------------
@@ -423,11 +424,10 @@ class _Crc32:
         return f"{self.value:08x}"
 
 
-def checksum(content: bytes | BinaryIO, algorithm: str = "blake2b") -> str | None:
-    """Hex digest of bytes, or of the rest of an open binary file; None for an algorithm that this machine lacks."""
+def checksum(content: bytes | BinaryIO, algorithm: str = "blake2b") -> str:
+    """Hex digest of bytes, or of the rest of an open binary file."""
     total = hasher(algorithm)
-    if total is None:
-        return None
+    assert total is not None, algorithm
     if isinstance(content, bytes):
         total.update(content)
     else:

@@ -120,7 +120,7 @@ def _torch_load(path):
                 "could run code. Save its state dict alone: torch.save({'state': model.state_dict()}, "
                 "path)"
             ) from None
-        reason = error
+        reason: Exception = error
     except PermissionError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     except Exception as error:  # RuntimeError, OSError (a seek behind the end), EOFError, KeyError, ...

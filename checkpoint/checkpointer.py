@@ -139,7 +139,7 @@ class Checkpointer:
             save.tensors = {key: to_host(tensor) for key, tensor in tensors.items()} if copy else tensors
         if "policy" in formats or "hf" in formats:
             save.full = full_state(model, self.world, copy)
-        if copy:
+        if self._executor is not None:
             self._pending = save, self._executor.submit(save.write, self._background)
             return None
         return self._conclude(save, *save.write(self._group))

@@ -27,7 +27,7 @@ def named_tensors(model):
 
     Goes through state_dict() because FSDP2 hooks into it: what it returns is sharded, even after an evaluation.
     """
-    by_identity = {}
+    by_identity: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
             by_identity.setdefault(id(tensor), ([], tensor))[0].append(clean_name(name))

@@ -6,6 +6,7 @@ the manifest, renames the folder and moves LATEST. A kill at any moment leaves L
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from utils import World, sync_folder
 FORMATS = ("state", "policy", "hf")
 
 # Called with the name of each stage of a save as it begins: tests kill the process or raise there.
-hooks = []
+hooks: list[Callable[[str], object]] = []
 
 
 def reached(stage):

@@ -52,7 +52,8 @@ def checksum(path, algorithm=None, fsync=False):
     with open(path, "rb") as file:
         if fsync:
             os.fsync(file.fileno())
-        digest = utils.checksum(file, algorithm or best_algorithm())
+        algorithm = algorithm or best_algorithm()
+        digest = utils.checksum(file, algorithm) if utils.hasher(algorithm) is not None else None
         return [os.fstat(file.fileno()).st_size, digest]
 
 

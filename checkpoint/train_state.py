@@ -15,6 +15,7 @@ import pickle
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,9 @@ def optimizer_tensors(model, optimizer):
     dimensions that live on an accelerator.
     """
     name_of = {id(tensor): names[0] for names, tensor in named_tensors(model)}
-    tensors, values, on_device = {}, {}, []
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, dict] = {}
+    on_device: list[str] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = name_of[id(parameter)]
@@ -99,8 +102,9 @@ def to_host(tensor):
 
 def rng_state():
     """The state of every random generator of this process, in plain values and tensors."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    state = {
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, gauss = numpy_state
+    state: dict = {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
@@ -221,7 +225,7 @@ def _check_optimizer(description, stored, by_name, model, optimizer, request, wr
     if [group["names"] for group in now] != [group["names"] for group in description["groups"]]:
         raise ValueError("its optimizer trains other parameters, or groups them differently")
     group_of = {name: group for group, named in zip(optimizer.param_groups, now) for name in named["names"]}
-    states = {}
+    states: dict[str, dict] = {}
     for key, meta in stored.items():
         if not key.startswith("optimizer."):
             continue

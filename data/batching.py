@@ -147,9 +147,10 @@ def pad(units: list[PromptUnit], pad_token_id: int) -> MicroBatch | None:
     rows = [np.concatenate([unit.prompt, response]) for unit in units for response in unit.responses]
     prompts = [len(unit.prompt) for unit in units for _ in unit.responses]
     longest = max(map(len, rows))
-    input_ids = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
-    mask = np.zeros((len(rows), longest), dtype=np.int64)
-    predictors, response_of = [], []
+    input_ids: np.ndarray = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
+    mask: np.ndarray = np.zeros((len(rows), longest), dtype=np.int64)
+    predictors: list[np.ndarray] = []
+    response_of: list[np.ndarray] = []
     for index, (row, n_prompt) in enumerate(zip(rows, prompts)):
         input_ids[index, : len(row)] = row
         mask[index, : len(row)] = 1

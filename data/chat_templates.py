@@ -34,7 +34,7 @@ class RenderedGroup:
     terminated: bool = False
     header: str | None = ""
     placeholders: dict[str, str] = field(default_factory=dict)
-    messages: list | None = None
+    messages: list[dict] = field(default_factory=list)
 
 
 def read_chat_template(value: str | None) -> str | None:
@@ -69,21 +69,21 @@ class ChatRenderer:
 
     def render(self, group: PromptGroup, responses: list[str]) -> RenderedGroup:
         """The texts of a group. Raises ValueError when the chat template refuses the conversation."""
-        conversation = isinstance(group.prompt, list)
-        contents = [message["content"] for message in group.prompt] if conversation else [group.prompt]
+        prompt = group.prompt
+        contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
         lookalikes = sum(bool(self.control_text.search(text)) for text in contents + responses)
         if lookalikes:
             self.counts["texts_with_control_lookalikes"] += lookalikes
-        if conversation:
-            if self.template:
-                return self._render_conversation(group.prompt, responses, protect=bool(lookalikes))
-            self._notice(
-                "the tokenizer has no chat template: conversations are laid out as "
-                r"'\n\nHuman: ... \n\nAssistant:'; data.chat_template gives another layout"
-            )
-            prompt, responses = dialogue_text(group.prompt), [" " + text.lstrip(" ") for text in responses]
-            return RenderedGroup(prompt, [prompt + text for text in responses], header=ASSISTANT)
-        return RenderedGroup(group.prompt, [group.prompt + text for text in responses], header=group.header)
+        if isinstance(prompt, str):
+            return RenderedGroup(prompt, [prompt + text for text in responses], header=group.header)
+        if self.template:
+            return self._render_conversation(prompt, responses, protect=bool(lookalikes))
+        self._notice(
+            "the tokenizer has no chat template: conversations are laid out as "
+            r"'\n\nHuman: ... \n\nAssistant:'; data.chat_template gives another layout"
+        )
+        dialogue = dialogue_text(prompt)
+        return RenderedGroup(dialogue, [f"{dialogue} {text.lstrip(' ')}" for text in responses], header=ASSISTANT)
 
     def _notice(self, text: str):
         if text not in self.notices:

@@ -4,7 +4,7 @@ Every reader is a generator, so that memory does not grow with the file (a json 
 whole), and yields `(number, row)` with the line or row number that an error message should name. Nothing here can
 run code: there is no pickle, no loading script, and a folder's own metadata may not point outside that folder.
 Whatever is wrong with a file ends as a ValueError that names the file, the place and the fault. That is also why the
-`datasets` library does not read local files here: its errors name no line, and it first writes a copy of the whole file.
+`datasets` library does not read local files here: its errors name no line, and it writes a copy of each file first.
 """
 
 import csv
@@ -263,11 +263,12 @@ def fingerprint_files(files, memory: Path | None) -> str:
 def _file_digest(file: Path, memory: Path | None) -> bytes:
     try:
         status = file.stat()
-        identity = [str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        path = str(file.resolve())
+        identity = [path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         note = None
         if memory is not None:
             note = memory / (
-                hashlib.blake2b(identity[0].encode("utf-8", "surrogatepass"), digest_size=12).hexdigest() + ".json"
+                hashlib.blake2b(path.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest() + ".json"
             )
             known = _remembered(note, identity)
             if known:

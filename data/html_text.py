@@ -44,7 +44,8 @@ def _blocks(parent) -> list[str]:
     """The blocks of text inside `parent`, in order."""
     from bs4 import NavigableString
 
-    blocks, line = [], []
+    blocks: list[str] = []
+    line: list[str] = []
 
     def end_line():
         text = "".join(line)

@@ -233,7 +233,7 @@ def parse_se(row: dict, sft: bool) -> PromptGroup | str:
                 group.pairs.append((first, second) if values[first] > values[second] else (second, first))
             else:
                 group.dropped[NO_PREFERENCE] = group.dropped.get(NO_PREFERENCE, 0) + 1
-    group.sft_target = max(scores, key=scores.get)
+    group.sft_target = max(scores, key=scores.__getitem__)
     group.sft_score = max(values)
     return group
 

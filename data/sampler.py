@@ -179,11 +179,14 @@ class BatchSampler:
     def steps(self, start: int = 0, stop: int | None = None) -> Iterator[Step]:
         """Steps start..stop-1, each prepared in a background thread while the one before it runs."""
         stop = self.n_steps if stop is None else stop
+        if start >= stop:
+            return
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as worker:
-            ahead = worker.submit(self.step, start) if start < stop else None
+            ahead = worker.submit(self.step, start)
             for number in range(start, stop):
                 step = ahead.result()
-                ahead = worker.submit(self.step, number + 1) if number + 1 < stop else None
+                if number + 1 < stop:
+                    ahead = worker.submit(self.step, number + 1)
                 yield step
 
 

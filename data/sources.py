@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import private_apis
 from data.files import fingerprint_files, looks_like_path, read_rows, row_location
@@ -58,6 +59,7 @@ def load_plugins(config):
                 if not file.is_file():
                     raise ValueError(f"data.plugins: no such file: {plugin}")
                 spec = importlib.util.spec_from_file_location(name, file)
+                assert spec is not None and spec.loader is not None, file
                 module = sys.modules[name] = importlib.util.module_from_spec(spec)
                 try:
                     spec.loader.exec_module(module)
@@ -76,7 +78,8 @@ def _columns_for(name: str, config) -> dict[str, str]:
     """canonical -> actual column names of one data set: data.columns, flat or under the data set's name."""
     columns = _plain(setting(config, "data.columns", {}))
     flat = {key: value for key, value in columns.items() if not isinstance(value, dict)}
-    flat.update(columns.get(name) if isinstance(columns.get(name), dict) else {})
+    own = columns.get(name)
+    flat.update(own if isinstance(own, dict) else {})
     for canonical, actual in flat.items():
         if canonical not in CANONICAL_COLUMNS or not isinstance(actual, str):
             raise ValueError(
@@ -115,7 +118,7 @@ def check_dataset_names(names, config):
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _resolve(name: str, config) -> tuple[str, object, NamedSource | None]:
+def _resolve(name: str, config) -> tuple[str, Any, NamedSource | None]:
     """('function' | 'path' | 'hub', function or Path or Hub name, the registered source if any)."""
     named = REGISTRY.get(name)
     path = _plain(setting(config, "data.paths", {})).get(name)
@@ -164,7 +167,7 @@ class Source:
     split: str
     truncation: str
     fingerprint: str  # of everything in the source that the groups depend on
-    reader: Callable[[], Iterator[PromptGroup]]
+    reader: Callable[[Counter], Iterator[PromptGroup]]  # fills the counter that it is given
     counts: Counter = field(default_factory=Counter)
 
     def groups(self) -> Iterator[PromptGroup]:
@@ -189,10 +192,10 @@ def open_source(name: str, split: str, config, sft: bool = False) -> Source:
     if kind == "path":
         files, separate = find_split_files(target, split)
         content = fingerprint_files(files, cache_folder(config) / "files")
-        rows = _FileRows(files)
+        rows: _FileRows | _HubRows = _FileRows(files)
     else:
-        rows, separate = _hub_rows(name, target, split, sft)
-        content = rows.fingerprint
+        hub_rows, separate = _hub_rows(name, target, split, sft)
+        rows, content = hub_rows, hub_rows.fingerprint
     test_share = None if separate else HOLD_OUT_SE if named and named.name == "se" else fraction
     parser, columns = (named.parser, named.columns) if named else (None, ())
     workers = worker_count(setting(config, "data.num_workers"))
@@ -220,7 +223,7 @@ def _function_source(name, split, truncation, function) -> Source:
         raise ValueError(f"data set {name}: its function must return a dict of prompts, not {describe(data)}")
     digest = hashlib.blake2b(digest_size=16)
     groups = []
-    counts = Counter()
+    counts: Counter = Counter()
     for number, (prompt, entry) in enumerate(data.items(), 1):
         counts["rows"] += 1
         where = f"data set {name}, prompt {number}"

@@ -5,9 +5,9 @@
 Writers fill a temporary folder beside it, sync it, and rename it; whoever comes second keeps the first one's. A folder
 whose sizes or checksums are not those of its manifest counts as absent.
 
-By hand rather than with the cache of the `datasets` library: responses of different lengths lie in one flat array that
-is mapped into memory without an object for each row, the key is made of contents instead of paths and pickled functions,
-and damage is found before a training starts.
+By hand rather than with the cache of the `datasets` library: responses of different lengths lie in one flat array,
+mapped into memory without an object for each row; the key is made of contents, not of paths and pickled functions; and
+damage is found before a training starts.
 """
 
 import json

@@ -61,6 +61,13 @@ class TokenizedDataset:
     should see once.
     """
 
+    tokens: np.ndarray
+    segment_starts: np.ndarray
+    group_starts: np.ndarray
+    examples: np.ndarray
+    rows: np.ndarray
+    truncated: np.ndarray
+
     def __init__(self, folder, name: str, split: str):
         self.folder, self.name, self.split = Path(folder), name, split
         manifest = token_cache.read_manifest(self.folder)
@@ -93,12 +100,12 @@ class TokenizedDataset:
 
     def prompt(self, group: int) -> np.ndarray:
         """int32 [n]: the prompt's tokens, never empty."""
-        return self._segment(self.group_starts[group])
+        return self._segment(int(self.group_starts[group]))
 
     def response(self, group: int, index: int) -> np.ndarray:
         """int32 [n]: the tokens of a response, never empty."""
         assert 0 <= index < self.n_group_responses(group)
-        return self._segment(self.group_starts[group] + 1 + index)
+        return self._segment(int(self.group_starts[group]) + 1 + index)
 
     def response_id(self, group: int, index: int) -> int:
         """The number of a response in the whole data set, 0 .. n_responses - 1."""
@@ -170,11 +177,11 @@ def _opened(folder: Path, name: str, split: str) -> TokenizedDataset:
 def _write(source: Source, encoder, limits, sft, key, parent: Path, label, progress, workers) -> Path:
     """Tokenises a source into a new folder of `parent`; returns the published folder."""
     folder = token_cache.new_folder(parent, label)
-    files = {}
+    files: dict[str, ArrayFile] = {}
     try:
         for name, (dtype, row) in ARRAYS.items():
             files[name] = ArrayFile(folder / f"{name}.npy", dtype, row)
-        counts = Counter()
+        counts: Counter = Counter()
         for chunk in tokenized_chunks(source, encoder, limits, sft, counts, progress, workers):
             _append(files, chunk)
         files["segment_starts"].append([files["tokens"].length])

@@ -14,7 +14,7 @@ from itertools import chain, islice
 
 SERIAL_ITEMS = 16  # done in this process first: starting workers costs seconds, which small inputs never win back
 
-_job = None  # in a worker: (function, shared)
+_job: tuple = ()  # in a worker: (function, shared)
 
 
 def worker_count(setting: int | None) -> int:
