@@ -340,11 +340,12 @@ def order(job: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         from data.sampler import DatasetMixture
         from data.tokenization import load_tokenized
+        from losses import find_loss
         from modeling import loading
 
         config = compose(job, folder)
         tokenizer = loading.load_tokenizer(config)
-        dataset = load_tokenized(job["data"], "train", tokenizer, config, sft=job["loss"] == "sft")
+        dataset = load_tokenized(job["data"], "train", tokenizer, config, find_loss(job["loss"]).inputs.kind)
         with open(job["data"]) as file:
             source = [json.loads(line) for line in file]
         wanted = DatasetMixture([dataset]).epoch_permutation(config.seed, 0)[: job["examples"]]

@@ -22,7 +22,8 @@ class PromptUnit:
         prompt: int32 array [P] of token ids.
         responses: int32 arrays [R_k], each response once, however many pairs use it.
         response_ids: number of each response within its data set; the key of the reference cache.
-        pairs: (chosen, rejected) indices into `responses`, one entry an example; SFT examples are (index, -1).
+        pairs: one entry an example, as in examples.py, but of indices into `responses`.
+        preferences: of the kind "group": (preferred, other) indices into `responses`.
     """
 
     dataset: int
@@ -31,6 +32,7 @@ class PromptUnit:
     responses: list[np.ndarray] = field(default_factory=list)
     response_ids: list[int] = field(default_factory=list)
     pairs: list[tuple[int, int]] = field(default_factory=list)
+    preferences: list[tuple[int, int]] = field(default_factory=list)
 
     def cost(self, share_prefix: bool = True) -> int:
         """Tokens that a forward pass over this unit computes."""
@@ -59,7 +61,9 @@ class MicroBatch:
         targets: int64 [N], the token predicted there.
         response_of: int64 [N], the response (0..K-1) which that token belongs to.
         lengths: float32 [K], scored tokens a response.
-        pairs: int64 [E, 2], responses chosen and rejected (SFT: rejected is -1).
+        pairs: int64 [E, 2], responses of each example as in examples.py, -1 where it has none.
+        group: int64 [K], the prompt unit of each response. preferences: int64 [P, 2], (preferred, other) responses of the
+            kind "group", empty for others.
         datasets: int64 [E], data set of each example.
         keys: (data set, response id) of each response, for the reference cache.
         units: what it was made of, to name examples in an error.
@@ -74,6 +78,8 @@ class MicroBatch:
     response_of: torch.Tensor
     lengths: torch.Tensor
     pairs: torch.Tensor
+    group: torch.Tensor
+    preferences: torch.Tensor
     datasets: torch.Tensor
     keys: list[tuple[int, int]]
     units: list[PromptUnit]
@@ -174,16 +180,19 @@ def _int64(arrays: list) -> torch.Tensor:
 
 def _examples(units: list[PromptUnit]) -> dict:
     """The fields of a MicroBatch that do not depend on its layout."""
-    pairs, offset = [], 0
+    pairs, preferences, offset = [], [], 0
     for unit in units:
         assert len(unit.prompt) and all(map(len, unit.responses)), "a response's first token needs one before it"
-        pairs += [(chosen + offset, rejected + offset if rejected >= 0 else -1) for chosen, rejected in unit.pairs]
+        pairs += [tuple(k + offset if k >= 0 else -1 for k in pair) for pair in unit.pairs]
+        preferences += [(preferred + offset, other + offset) for preferred, other in unit.preferences]
         offset += len(unit.responses)
     responses = [response for unit in units for response in unit.responses]
     return {
         "targets": _int64(responses),
         "lengths": torch.tensor([len(response) for response in responses], dtype=torch.float32),
         "pairs": torch.tensor(pairs, dtype=torch.int64),
+        "group": torch.tensor([index for index, unit in enumerate(units) for _ in unit.responses], dtype=torch.int64),
+        "preferences": torch.tensor(preferences, dtype=torch.int64).reshape(-1, 2),
         "datasets": torch.tensor([unit.dataset for unit in units for _ in unit.pairs], dtype=torch.int64),
         "keys": [(unit.dataset, i) for unit in units for i in unit.response_ids],
         "units": units,

@@ -1,6 +1,6 @@
 """From tokenised data sets to optimizer steps: epochs of examples, cut into steps, cut into balanced micro-batches.
 
-An *example* is one preference pair (SFT: one response). A step takes `batch_size` examples over all ranks and groups
+An *example* is what the loss takes: a pair, a response or a prompt (examples.py). A step takes `batch_size` examples over all ranks and groups
 them by prompt into `PromptUnit`s, which are dealt out to micro-batches and ranks.
 
 Everything here is a pure function of (data, seed, epoch, world size, budget). Nothing touches a device, and every rank
@@ -79,23 +79,34 @@ class DatasetMixture:
 
     def units(self, numbers: np.ndarray) -> list[PromptUnit]:
         """Group examples by prompt, each response once."""
-        units: dict[tuple[int, int], PromptUnit] = {}
-        seen: dict[tuple[int, int, int], int] = {}
+        units: dict[tuple[int, int, int], PromptUnit] = {}
+        seen: dict[tuple[int, int, int, int], int] = {}
         for number in numbers:
             index, local = self._locate(int(number))
             dataset = self.datasets[index]
-            group, chosen, rejected = (int(x) for x in dataset.examples[local])
-            unit = units.get((index, group))
+            group, first, second = (int(x) for x in dataset.examples[local])
+            whole = first < 0 and second < 0
+            # A prompt that a weight above 1 brings twice into a step is two examples, each with all its responses.
+            key = index, group, 0
+            while whole and key in units:
+                key = index, group, key[2] + 1
+            unit = units.get(key)
             if unit is None:
-                unit = units[index, group] = PromptUnit(index, group, dataset.prompt(group))
-            pair = []
-            for response in (chosen, rejected):
-                if response >= 0 and (index, group, response) not in seen:
-                    seen[index, group, response] = len(unit.responses)
+                unit = units[key] = PromptUnit(index, group, dataset.prompt(group))
+
+            def place(response: int) -> int:
+                """Index of a response within the unit, which then has it; -1 of none."""
+                if response < 0:
+                    return -1
+                if (*key, response) not in seen:
+                    seen[(*key, response)] = len(unit.responses)
                     unit.responses.append(dataset.response(group, response))
                     unit.response_ids.append(dataset.response_id(group, response))
-                pair.append(seen[index, group, response] if response >= 0 else -1)
-            unit.pairs.append((pair[0], pair[1]))
+                return seen[(*key, response)]
+
+            if whole:
+                unit.preferences = [(place(int(a)), place(int(b))) for a, b in dataset.preferences(group)]
+            unit.pairs.append((place(first), place(second)))
         return list(units.values())
 
 

@@ -10,6 +10,8 @@ The rules (each has a test):
   that was cut has no EOS.
 """
 
+from __future__ import annotations
+
 import atexit
 import hashlib
 import json
@@ -27,6 +29,7 @@ import numpy as np
 
 from data import token_cache
 from data.chat_templates import read_chat_template
+from data.examples import examples_of_kind, preferences_of
 from data.row_formats import PromptGroup
 from data.sources import Source, cache_folder, open_source, setting
 from data.text_encoding import TextEncoder, tokenizer_threads
@@ -53,8 +56,8 @@ class TokenizedDataset:
         tokens          int32 [n_tokens]
         segment_starts  int64 [n_segments + 1]  where each segment's tokens start
         group_starts    int64 [n_groups + 1]    the segment that is each group's prompt
-        examples        int32 [n_examples, 3]   (group, chosen, rejected): response numbers inside the group;
-                                                SFT: (group, 0, -1)
+        examples        int32 [n_examples, 3]   (group, first, second): response numbers inside the group, by kind of
+                                                example; on disk pairs (group, chosen, rejected), SFT (group, 0, -1)
         rows            int64 [n_groups]        the source row, for messages
         truncated       bool  [n_responses]     cut at max_length, so without an EOS
     key: a digest of all tokens and the structure. counts: what was read, kept, cut and dropped. notices: what the user
@@ -76,6 +79,16 @@ class TokenizedDataset:
         self.notices: list[str] = list(manifest["notices"])
         for array_name in ARRAYS:
             setattr(self, array_name, token_cache.open_array(self.folder, f"{array_name}.npy"))
+        self._pairs = self.examples
+
+    def of_kind(self, kind: str) -> TokenizedDataset:
+        """This data set with examples of a kind (examples.py), made out of its pairs."""
+        self.examples = examples_of_kind(self._pairs, kind)
+        return self
+
+    def preferences(self, group: int) -> np.ndarray:
+        """int32 [P, 2]: the pairs (chosen, rejected) of a prompt group."""
+        return preferences_of(self._pairs, group)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -112,9 +125,10 @@ class TokenizedDataset:
         return int(self.group_starts[group]) - group + index
 
 
-def load_tokenized(name: str, split: str, tokenizer, config, sft: bool, progress=None) -> TokenizedDataset:
+def load_tokenized(name: str, split: str, tokenizer, config, kind: str = "pairs", progress=None) -> TokenizedDataset:
     """The split of a data set as tokens: from the cache when nothing that matters changed, else made and cached.
 
+    kind: of the examples, see examples.py; all but "responses" are made of pairs, and share one cache.
     config: needs max_length, max_prompt_length and the `data` section. progress: Reporter.progress or anything alike,
     called as progress(total, description, unit) for a context manager with update(n).
     Raises ValueError for data that cannot be read or of which no example is left.
@@ -124,6 +138,7 @@ def load_tokenized(name: str, split: str, tokenizer, config, sft: bool, progress
         int(setting(config, "max_prompt_length", 256)),
         on_overlong=setting(config, "data.on_overlong", "truncate"),
     )
+    sft = kind == "responses"
     source = open_source(name, split, config, sft)
     limits = Limits(limits.max_length, limits.max_prompt_length, source.truncation, limits.on_overlong)
     encoder = TextEncoder(tokenizer, read_chat_template(setting(config, "data.chat_template")))
@@ -134,7 +149,7 @@ def load_tokenized(name: str, split: str, tokenizer, config, sft: bool, progress
     final = parent / f"{label}-{split}-{key}"
     problem = token_cache.why_unusable(final, {"format": FORMAT, "key": key})
     if problem is None:
-        return _opened(final, name, split)
+        return _opened(final, name, split).of_kind(kind)
     notice = [f"the token cache {final} is not usable, so it is made again: {problem}"] if problem else []
 
     def make(folder: Path) -> Path:
@@ -160,7 +175,7 @@ def load_tokenized(name: str, split: str, tokenizer, config, sft: bool, progress
             ) from second
     dataset = _opened(folder, name, split)
     dataset.notices = notice + dataset.notices
-    return dataset
+    return dataset.of_kind(kind)
 
 
 def _opened(folder: Path, name: str, split: str) -> TokenizedDataset:

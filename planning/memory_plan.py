@@ -542,7 +542,10 @@ def data_figures(config, tokenizer) -> DataFigures:
     sft = config.loss.name == "sft"
     try:
         # Tokenising starts by asking for a progress bar; without one coming, only what is cached is read.
-        datasets = [load_tokenized(name, "train", tokenizer, config, sft, progress=_refuse) for name in config.datasets]
+        datasets = [
+            load_tokenized(name, "train", tokenizer, config, "responses" if sft else "pairs", progress=_refuse)
+            for name in config.datasets
+        ]
     except _NotCached:
         return _sampled_figures(config, tokenizer, sft)
     return _cached_figures(config, datasets)

@@ -108,7 +108,9 @@ def dump(tmp_path, rows, name="data.jsonl") -> str:
 
 
 def load(tmp_path, rows, tokenizer, sft=False, **options):
-    return load_tokenized(dump(tmp_path, rows), "train", tokenizer, config(tmp_path, **options), sft)
+    return load_tokenized(
+        dump(tmp_path, rows), "train", tokenizer, config(tmp_path, **options), "responses" if sft else "pairs"
+    )
 
 
 def pair(prompt="Is the sky blue?", chosen="yellow", rejected="yes"):

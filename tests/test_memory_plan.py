@@ -247,7 +247,7 @@ def test_data_is_estimated_first_and_exact_once_it_is_tokenised(tmp_path):
     tokenizer = loading.load_tokenizer(config)
     sampled = memory_plan.data_figures(config, tokenizer)
     assert sampled.source.startswith("estimated")
-    dataset = load_tokenized(config.datasets[0], "train", tokenizer, config, sft=False)
+    dataset = load_tokenized(config.datasets[0], "train", tokenizer, config, "pairs")
     exact = memory_plan.data_figures(config, tokenizer)
     assert exact.source.startswith("exact") and exact.examples == len(dataset)
     assert sampled.examples == pytest.approx(exact.examples, rel=0.05)

@@ -25,14 +25,16 @@ def gpt2():
 def test_a_warm_cache_reads_no_rows(tmp_path, gpt2, monkeypatch):
     first = load(tmp_path, [pair()], gpt2)
     monkeypatch.setattr(sources, "read_rows", None)
-    again = load_tokenized(str(tmp_path / "data.jsonl"), "train", gpt2, config(tmp_path), False)
+    again = load_tokenized(str(tmp_path / "data.jsonl"), "train", gpt2, config(tmp_path), "pairs")
     assert again.key == first.key and again.counts == first.counts and isinstance(again.tokens, np.memmap)
 
 
 def test_the_key_follows_what_matters_and_nothing_else(tmp_path, gpt2):
     def folder(rows=(pair(" the" * 30, " sky", " fox"),), tokenizer=gpt2, sft=False, extra=None, **options):
         path = dump(tmp_path, list(rows))
-        return load_tokenized(path, "train", tokenizer, {**config(tmp_path, **options), **(extra or {})}, sft).folder
+        return load_tokenized(
+            path, "train", tokenizer, {**config(tmp_path, **options), **(extra or {})}, "responses" if sft else "pairs"
+        ).folder
 
     base = folder()
     assert folder(num_workers=2) == base and folder(extra={"lr": 1.0, "seed": 5, "batch_size": 3}) == base
@@ -96,7 +98,7 @@ def test_a_cache_folder_that_cannot_be_written_costs_only_the_cache(tmp_path, gp
     (tmp_path / "file").write_text("not a folder")
     path = dump(tmp_path, [pair()])
     settings_ = config(tmp_path, cache_dir=str(tmp_path / "file" / "cache"))
-    dataset = load_tokenized(path, "train", gpt2, settings_, False)
+    dataset = load_tokenized(path, "train", gpt2, settings_, "pairs")
     assert trees(dataset) == expected and any("cannot be written" in notice for notice in dataset.notices)
 
 
@@ -141,7 +143,7 @@ def test_leftovers_of_dead_processes_are_swept(tmp_path, gpt2):
 def _load_in_process(path, tmp_path, barrier, results):
     tokenizer = byte_level()
     barrier.wait()
-    dataset = load_tokenized(path, "train", tokenizer, config(Path(tmp_path)), False)
+    dataset = load_tokenized(path, "train", tokenizer, config(Path(tmp_path)), "pairs")
     results.put((dataset.key, len(dataset), str(dataset.folder)))
 
 
@@ -161,7 +163,7 @@ def test_writers_at_the_same_time_agree(tmp_path):
 
 
 def test_a_test_split_without_rows_is_a_notice(tmp_path, gpt2):
-    dataset = load_tokenized(dump(tmp_path, [pair()]), "test", gpt2, config(tmp_path), False)
+    dataset = load_tokenized(dump(tmp_path, [pair()]), "test", gpt2, config(tmp_path), "pairs")
     assert len(dataset) == 0 and dataset.n_groups == 0 and "no example is left" in dataset.notices[0]
 
 
@@ -175,10 +177,10 @@ def test_a_custom_source_is_cached_by_what_it_returns(tmp_path, gpt2):
     data = {"q": {"responses": ["a", "b"], "pairs": [(0, 1)], "sft_target": "a"}}
     try:
         register_dataset("cached")(lambda split: data)
-        one = load_tokenized("cached", "train", gpt2, config(tmp_path), False)
-        assert load_tokenized("cached", "train", gpt2, config(tmp_path), False).folder == one.folder
+        one = load_tokenized("cached", "train", gpt2, config(tmp_path), "pairs")
+        assert load_tokenized("cached", "train", gpt2, config(tmp_path), "pairs").folder == one.folder
         data["q"]["pairs"] = [(1, 0)]
-        assert load_tokenized("cached", "train", gpt2, config(tmp_path), False).folder != one.folder
+        assert load_tokenized("cached", "train", gpt2, config(tmp_path), "pairs").folder != one.folder
     finally:
         preference_datasets.REGISTRY.pop("cached", None)
 
@@ -200,5 +202,5 @@ def test_progress_is_shown(tmp_path, gpt2):
         seen.append(description)
         return Bar()
 
-    load_tokenized(dump(tmp_path, [pair()]), "train", gpt2, config(tmp_path), False, progress)
+    load_tokenized(dump(tmp_path, [pair()]), "train", gpt2, config(tmp_path), "pairs", progress)
     assert "tokenising" in seen[0] and seen[1:] == [1, "closed"]

@@ -442,14 +442,14 @@ def test_memory_does_not_grow_with_the_data(tmp_path, gpt2, monkeypatch):
 @pytest.mark.skipif(not REAL_HH.is_dir(), reason="the real HH rows are not here")
 def test_twenty_thousand_real_pairs_a_minute_and_core(tmp_path, gpt2):
     start = time.process_time()  # of all threads, whatever else the machine does
-    dataset = load_tokenized("hh", "train", gpt2, config(tmp_path, paths={"hh": str(REAL_HH)}), False)
+    dataset = load_tokenized("hh", "train", gpt2, config(tmp_path, paths={"hh": str(REAL_HH)}), "pairs")
     assert len(dataset) / (time.process_time() - start) > 20_000 / 60
 
 
 @pytest.mark.skipif(not REAL_HH.is_dir(), reason="the real HH rows are not here")
 def test_real_hh_tokens_spell_the_rows(tmp_path, gpt2):
     settings_ = config(tmp_path, max_length=10**6, max_prompt_length=10**6, paths={"hh": str(REAL_HH)})
-    dataset = load_tokenized("hh", "test", gpt2, settings_, False)
+    dataset = load_tokenized("hh", "test", gpt2, settings_, "pairs")
     groups = list(open_source("hh", "test", settings_).groups())
     assert dataset.n_groups == len(groups) == 311 and "merged_boundaries" not in dataset.counts
     for number, group in enumerate(groups):

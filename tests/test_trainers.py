@@ -139,7 +139,7 @@ def by_hand(config, trained, split="test"):
     policy.load_state_dict(trained)
     rows = []
     for name in config.datasets:
-        data = load_tokenized(name, split, tokenizer, config, sft=config.loss.name == "sft")
+        data = load_tokenized(name, split, tokenizer, config, losses.find_loss(config.loss.name).inputs.kind)
         for group, *responses in data.examples.tolist():
             logps = []
             for response in responses:
@@ -350,7 +350,7 @@ def test_dpo_equals_a_textbook_loop(folder, optimizer, keywords):
     tokenizer = loading.load_tokenizer(config)
     policy = loading.load_model(config, tokenizer, torch.float32, "cpu")
     reference = loading.load_model(config, tokenizer, torch.float32, "cpu")
-    data = load_tokenized(config.datasets[0], "train", tokenizer, config, sft=False)
+    data = load_tokenized(config.datasets[0], "train", tokenizer, config, "pairs")
     steps = getattr(torch.optim, optimizer)(policy.parameters(), lr=1e-4, **keywords)
 
     def logps(model, pairs):

@@ -31,7 +31,7 @@ def load_datasets(
         for turn in (True, False):
             if (world.local_rank == 0) == turn:
                 datasets[split] = [
-                    load_tokenized(name, part, tokenizer, config, sft=kind == "responses", progress=reporter.progress)
+                    load_tokenized(name, part, tokenizer, config, kind, progress=reporter.progress)
                     for name in config.datasets
                 ]
             wait_for_all()  # tokenising may take longer than a collective of training may

@@ -85,6 +85,8 @@ class NonFiniteGuard:
         """Data set, row number, prompt, and chosen and rejected response of an example."""
         dataset, decode = self.datasets[unit.dataset], self.tokenizer.decode
         texts = {side: decode(unit.responses[k]) for side, k in zip(("chosen", "rejected"), pair) if k >= 0}
+        if not texts:  # an example that is a whole prompt
+            texts = {"responses": [decode(response) for response in unit.responses]}
         row = {"dataset": dataset.name, "row": int(dataset.rows[unit.group]), "prompt": decode(unit.prompt)}
         return row | texts
 

@@ -1,0 +1,46 @@
+"""What an example is: the kinds of losses/inputs.py, made out of tokenised responses and preference pairs.
+
+An example is a row (group, first, second) of response numbers inside its prompt group:
+
+    responses   (group, response, -1)                                    SFT: one response
+    pairs       (group, chosen, rejected)                                a preference
+    unpaired    (group, response, -1) good, (group, -1, response) bad    one labelled response
+    group       (group, -1, -1)                                          a prompt with all responses of its pairs
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+KINDS = ("responses", "pairs", "unpaired", "group")
+
+
+def examples_of_kind(rows: np.ndarray, kind: str) -> np.ndarray:
+    """Examples of a kind.
+
+    Args:
+        rows: int32 [n, 3], the data set's own examples: its pairs or, for the kind "responses", its responses.
+    Returns: int32 [m, 3], in the order in which they first appear in `rows`.
+    """
+    assert kind in KINDS, kind
+    if kind in ("responses", "pairs"):
+        return rows
+    if kind == "group":
+        found = np.stack([rows[:, 0], *[np.full(len(rows), -1)] * 2], axis=1)
+    else:
+        # A response that several pairs call good is one good example; one that is called both is an example of each.
+        found = np.repeat(rows, 2, axis=0)
+        found[0::2, 2] = -1
+        found[1::2, 1] = -1
+    _, first = np.unique(found, axis=0, return_index=True)
+    return np.ascontiguousarray(found[np.sort(first)], dtype=rows.dtype)
+
+
+def preferences_of(pairs: np.ndarray, group: int) -> np.ndarray:
+    """The pairs of one prompt group: int32 [P, 2], (chosen, rejected).
+
+    Args:
+        pairs: int32 [n, 3], (group, chosen, rejected), in ascending order of groups.
+    """
+    start, stop = np.searchsorted(pairs[:, 0], [group, group + 1])
+    return pairs[start:stop, 1:]
