@@ -23,6 +23,7 @@ from modeling.reference import Reference
 from parallel import launch
 from parallel.placement import make_placement
 from report.reporter import Reporter
+from settings import Settings, as_dict
 from training.attention_choice import choose_attention
 from training.data_loading import load_datasets, make_steps, training_mixture
 from training.early_stopping import EarlyStop
@@ -45,7 +46,7 @@ from utils import World, gather_objects, keep_freed_memory, seed_everything
 SIGNAL_INTERVAL = 8
 
 
-def run(config, run_dir: str, world: World) -> float | None:
+def run(config: Settings, run_dir: str, world: World) -> float | None:
     """Train as `config` says, on this rank. Returns the last evaluation's loss (None if there was none)."""
     trainer = TRAINERS[config.trainer](config, run_dir, world)
     try:
@@ -76,20 +77,20 @@ class BasicTrainer:
         config: the validated settings (settings/); run_dir: the run's folder, which exists; world: this process.
     """
 
-    def __init__(self, config, run_dir: str, world: World):
+    def __init__(self, config: Settings, run_dir: str, world: World):
         self.config, self.run_dir, self.world = config, run_dir, world
         self.device = torch.device(world.device)
         seed_everything(config.seed)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.loss = find_loss(config.loss.name)
-        self.loss_options = {key: value for key, value in config.loss.items() if key != "name"}
+        self.loss_options = config.loss.options
         self.loss.check_options(self.loss_options)
         stop, early = config.early_stopping, []
         self.early_stop = EarlyStop(stop.metric, stop.patience, stop.min_delta, stop.mode)
         # First of all: it takes the folder, or ends here because another run has it.
         self.checkpointer = Checkpointer(run_dir, config.checkpoint, world, early.append, self.early_stop.watched)
-        self.reporter = Reporter(config, run_dir, world)
+        self.reporter = Reporter(as_dict(config), run_dir, world)
         self.notice = self.checkpointer.notice = self.reporter.notice
         for text in early:
             self.notice(text)

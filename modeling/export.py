@@ -11,12 +11,11 @@ from checkpoint.archives import locate, read_state_dict
 from checkpoint.hf_folder import write_hf_folder
 from checkpoint.names import check_keys
 from modeling.loading import load_tokenizer, model_config, source_of
+from settings import Settings, complete, from_dict, recorded, replace
 
 
-def _run_config(source, base, trust_remote_code):
-    """The config of the run that bare weights come from, or one that names `base` or the hf/ folder beside them."""
-    from omegaconf import OmegaConf
-
+def _run_config(source, base, trust_remote_code) -> Settings:
+    """The settings of the run that bare weights come from, or one that names `base` or the hf/ folder beside them."""
     source = Path(source).expanduser().absolute()
     places = [source, *source.parents[:2]]
     places += [place / step_folders.LATEST for place in places]
@@ -24,12 +23,10 @@ def _run_config(source, base, trust_remote_code):
         if base is None and (place / "config.json").exists():
             base = str(place)
     if base is not None:
-        return OmegaConf.create({"seed": 0, "model": {"name_or_path": base, "trust_remote_code": trust_remote_code}})
+        return from_dict(complete({"model": {"name_or_path": base, "trust_remote_code": trust_remote_code}}))
     for place in places:
         if (place / "config.yaml").exists():
-            config = OmegaConf.load(place / "config.yaml")
-            config.model.trust_remote_code = trust_remote_code
-            return config
+            return replace(recorded(str(place)), {"model.trust_remote_code": trust_remote_code})
     raise ValueError(
         f"{source} holds weights only, and no hf/ or config.yaml lies beside it: name the model that it "
         "was trained from with --base"
@@ -42,7 +39,7 @@ def _open_base(source, base, trust_remote_code):
 
     run = _run_config(source, base, trust_remote_code)
     tokenizer = load_tokenizer(run)
-    template = (run.get("data") or {}).get("chat_template")
+    template = run.data.chat_template
     if template:
         tokenizer.chat_template = Path(template).read_text() if os.path.isfile(template) else template
     try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from contextlib import contextmanager
 
 import torch
-from omegaconf import OmegaConf
 
 from checkpoint.archives import load_archive_into
 
@@ -40,9 +40,9 @@ def go_offline_if_cut_off() -> bool:
 
 def source_of(config) -> str | None:
     """Hub name or folder of the model's weights; None for a random model."""
-    if config.model.get("random_config"):
+    if config.model.random_config:
         return None
-    local = config.model.get("local_copy")
+    local = config.model.local_copy
     return local if local and os.path.isdir(local) else config.model.name_or_path
 
 
@@ -68,7 +68,7 @@ def load_tokenizer(config):
     Raises:
         ValueError: it cannot be found (with what to do), or has no end-of-sequence token.
     """
-    name = config.model.get("tokenizer_name_or_path") or source_of(config)
+    name = config.model.tokenizer_name_or_path or source_of(config)
     if name is None:
         return byte_tokenizer()
     from transformers import AutoTokenizer
@@ -79,7 +79,7 @@ def load_tokenizer(config):
     folder = os.path.dirname(name) if name.endswith(".gguf") else name
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=config.model.get("trust_remote_code", False), **gguf
+            folder, trust_remote_code=config.model.trust_remote_code, **gguf
         )
     except (OSError, ValueError) as problem:
         raise _explain(name, problem) from problem
@@ -122,9 +122,9 @@ def model_config(config, tokenizer):
     """The transformers configuration of the run's model, without its weights."""
     from transformers import AutoConfig
 
-    random_config = config.model.get("random_config")
+    random_config = config.model.random_config
     if random_config:
-        settings = OmegaConf.to_container(random_config, resolve=True)
+        settings = copy.deepcopy(random_config)
         settings.setdefault("vocab_size", len(tokenizer))
         kind = settings.pop("model_type")
         return AutoConfig.for_model(
@@ -139,7 +139,7 @@ def model_config(config, tokenizer):
     try:
         return AutoConfig.from_pretrained(
             os.path.dirname(name) if name.endswith(".gguf") else name,
-            trust_remote_code=config.model.get("trust_remote_code", False),
+            trust_remote_code=config.model.trust_remote_code,
             **gguf,
         )
     except (OSError, ValueError) as problem:
@@ -155,7 +155,7 @@ def load_model(config, tokenizer, dtype: torch.dtype, device: str | torch.device
     from transformers import AutoModelForCausalLM, GgufConfig
 
     settings = model_config(config, tokenizer)
-    if config.model.get("random_config"):
+    if config.model.random_config:
         with seeded(config.seed):
             model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
     else:
@@ -167,14 +167,14 @@ def load_model(config, tokenizer, dtype: torch.dtype, device: str | torch.device
             model = AutoModelForCausalLM.from_pretrained(
                 os.path.dirname(name) if name.endswith(".gguf") else name,
                 dtype=dtype,
-                trust_remote_code=config.model.get("trust_remote_code", False),
+                trust_remote_code=config.model.trust_remote_code,
                 **gguf,
             )
         except (OSError, ValueError) as problem:
             raise _explain(name, problem) from problem
         if gguf:
             del model.config.quantization_config
-    if config.model.get("archive"):
+    if config.model.archive:
         load_archive_into(model, config.model.archive)
     # Evaluation mode for good: dropout, also the functional kind, would make policy and reference differ at step 0.
     return model.to(device).eval()
@@ -193,7 +193,7 @@ def sample_of(config, tokenizer, device: str | torch.device):
             setattr(text, key, value[: text.num_hidden_layers])
     with seeded(0):
         model = AutoModelForCausalLM.from_config(
-            settings, dtype=torch.float32, trust_remote_code=config.model.get("trust_remote_code", False)
+            settings, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code
         )
     return model.to(device).eval()
 

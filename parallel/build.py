@@ -60,7 +60,7 @@ def build_on_meta(config, tokenizer, dtype: torch.dtype) -> torch.nn.Module:
     settings = loading.model_config(config, tokenizer)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            settings, dtype=dtype, trust_remote_code=config.model.get("trust_remote_code", False)
+            settings, dtype=dtype, trust_remote_code=config.model.trust_remote_code
         )
     return model
 

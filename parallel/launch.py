@@ -139,7 +139,7 @@ def _call_in_group(function, config, run_dir, world: World, init_method: str):
             f"the port of {init_method} is taken by another program; choose another one, or leave "
             "fsdp_port=null on one node"
         ) from error
-    same = {key: value for key, value in settings.flatten(settings.as_dict(config)).items() if key not in PER_NODE}
+    same = {key: value for key, value in settings.flatten(settings.as_dict(config)).items() if not _per_node(key)}
     utils.check_same(utils.digest(same), "the configuration", world)
     result = function(config, run_dir, world)
     utils.barrier(world)  # nobody hangs up while another still reads
@@ -147,8 +147,8 @@ def _call_in_group(function, config, run_dir, world: World, init_method: str):
     return result
 
 
-# Settings in which the processes of a world may differ.
-PER_NODE = ("local_dirs", "data.cache_dir", "reference.cache_dir", "data.num_workers")
+def _per_node(key: str) -> bool:
+    return key in settings.SCHEMA and settings.SCHEMA[key].per_node
 
 
 def _report_error(rank: int, error: BaseException) -> Report:

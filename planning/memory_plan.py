@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 
 import utils
 from data.sampler import cpu_token_budget
@@ -36,6 +35,7 @@ from planning.memory_trace import (
     parameter_shapes,
     pass_peaks,
 )
+from settings import replace
 
 GB = 1e9
 # Share of a device's memory that the counted parts may take: the allocator leaves gaps between blocks of unlike size.
@@ -94,7 +94,7 @@ class Plan:
 def target_device(config) -> tuple[str, int | None]:
     """(kind, bytes of one device) that is planned for: `plan_device_memory_gb`, else the device that is visible."""
     asked = (config.device or "").split(":")[0]
-    given = config.get("plan_device_memory_gb")
+    given = config.plan_device_memory_gb
     visible = torch.cuda.is_available() and asked in ("", "cuda")
     if visible or asked == "cuda" or (given and not asked):
         found = torch.cuda.get_device_properties(0).total_memory if visible else None
@@ -224,7 +224,7 @@ def estimate(
     sharded = config.trainer != "BasicTrainer"
     own = DTYPES[config.model.policy_dtype]
     compute = DTYPES[config.model.fsdp_policy_mp or config.model.policy_dtype] if sharded else own
-    block_name = config.model.block_name or config.model.get("block")
+    block_name = config.model.block_name
     shapes = parameter_shapes(settings, own, block_name)
     n_parameters = shapes.n_parameters
     full_settings = settings
@@ -248,7 +248,7 @@ def estimate(
         "optimizer state": sum(needs.state_bytes(shape) for shape, _ in local_shapes),
     }
     step_parts = {"optimizer temporaries": needs.step_bytes(sizes)}
-    preference = config.loss.name != "sft" and not config.loss.get("reference_free")
+    preference = config.loss.name != "sft" and not config.loss.options.get("reference_free")
     online = preference and config.reference.mode == "online"
     reference_dtype = DTYPES[config.model.reference_dtype or config.model.policy_dtype]
     reference = sum(sizes) * reference_dtype.itemsize // own.itemsize
@@ -478,16 +478,12 @@ def _advice(config, plan: Plan, settings) -> list[tuple[str, int, bool]]:
 
 
 def _estimate_with(config, change: dict, settings, plan: Plan) -> Plan:
-    changed = copy.deepcopy(config)
-    OmegaConf.set_struct(changed, False)
-    for key, value in change.items():
-        OmegaConf.update(changed, key, value, merge=False)
     unit = dataclasses.replace(plan.work, units=1)
     capacity = plan.capacity
-    if plan.kind == "cpu" and "world_size" in change and capacity and not config.get("plan_device_memory_gb"):
+    if plan.kind == "cpu" and "world_size" in change and capacity and not config.plan_device_memory_gb:
         capacity = capacity * plan.world_size // change["world_size"]  # ranks share the host's memory
     return estimate(
-        changed,
+        replace(config, change),
         change.get("world_size", plan.world_size),
         kind=plan.kind,
         capacity=capacity,

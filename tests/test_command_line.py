@@ -11,12 +11,14 @@ import time
 import pytest
 from conftest import ROOT, compose_config
 from omegaconf import OmegaConf
-from test_settings import ANCESTOR_COMMANDS
+from test_settings import REFERENCE_COMMANDS
 
 import settings
 import train
 import utils
+from checkpoint import run_folder
 from parallel import launch
+from settings import resume
 
 # ---- Messages -------------------------------------------------------------------------------------------------------
 
@@ -59,7 +61,7 @@ def test_help_and_cfg(command, tmp_path):
     told = command("--help").stdout
     for word in ("experiment=quickstart", "loss.beta", "batch_size", "model: blank_model", "resume=RUN_FOLDER"):
         assert word in told
-    shown = command(*ANCESTOR_COMMANDS[3].split(), "--cfg", "job").stdout
+    shown = command(*REFERENCE_COMMANDS[3].split(), "--cfg", "job").stdout
     assert OmegaConf.create(shown).model.name_or_path == "EleutherAI/pythia-6.9b"
     assert os.listdir(tmp_path) == []
 
@@ -78,7 +80,7 @@ def fake(config, run_dir, world):
         raise RuntimeError("bad luck")
     if config.seed == 14:
         raise OSError("")
-    return config.loss.beta * 10
+    return config.loss.options['beta'] * 10
 
 if __name__ == "__main__":
     train.train = fake
@@ -144,7 +146,7 @@ def test_main_returns_the_metric(monkeypatch, tmp_path):
 
 def sharded_config(**changes):
     config = settings.finalize(compose_config("model=tiny", "trainer=FSDPTrainer", "device=cpu", "world_size=2"))
-    return OmegaConf.merge(config, changes)
+    return settings.replace(config, changes)
 
 
 def total_rank(config, run_dir, world):
@@ -343,7 +345,7 @@ def test_an_unwritable_place_is_told(tmp_path):
 
 def a_run(tmp_path, *overrides):
     config = settings.finalize(compose_config("model=tiny", f"local_dirs=[{tmp_path}]", *overrides))
-    folder = train.make_run_folder(config)
+    folder = run_folder.make(config)
     os.symlink("step-8", os.path.join(folder, "LATEST"))
     return folder
 
@@ -351,13 +353,15 @@ def a_run(tmp_path, *overrides):
 def resumed(tmp_path, *overrides):
     overrides = ["model=tiny", f"local_dirs=[{tmp_path}]", *overrides]
     config = compose_config(*overrides)
-    settings.validate(train.resumed_config(config, overrides))
-    return train.resumed_config(config, overrides)
+    found, _ = resume.resumed_config(config, overrides)
+    settings.validate(found)
+    return found
 
 
 def test_resume_takes_the_recorded_settings(tmp_path):
     folder = a_run(tmp_path, "lr=3e-5", "batch_size=8")
-    alone = train.resumed_config(compose_config(f"resume={folder}"), [f"resume={folder}"])
+    alone, notes = resume.resumed_config(compose_config(f"resume={folder}"), [f"resume={folder}"])
+    assert notes == []
     assert alone.lr == 3e-5 and alone.resume == folder and alone.model.name_or_path == "tiny"
     longer = resumed(tmp_path, f"resume={folder}", "n_epochs=2")
     assert longer.n_epochs == 2 and longer.lr == 3e-5
@@ -382,10 +386,10 @@ def test_resume_auto(tmp_path):
 
 def test_a_run_that_wrote_nothing_leaves_no_folder(tmp_path):
     folder = a_run(tmp_path)
-    train.discard_unused(folder)
+    run_folder.discard_unused(folder)
     assert os.path.isdir(folder), "it has a checkpoint"
     os.remove(os.path.join(folder, "LATEST"))
-    train.discard_unused(folder)
+    run_folder.discard_unused(folder)
     assert not os.path.exists(folder)
 
 

@@ -461,15 +461,16 @@ def test_a_full_disk_at_the_end_is_a_failure(forge, calm, small_disk):
 
 
 TOGETHER = """
-import glob, os, time, train
-make = train.make_run_folder
+import glob, os, time
+from checkpoint import run_folder
+make = run_folder.make
 def together(config):
     open({path!r} + f"-{{os.getpid()}}", "w").close()
     deadline = time.monotonic() + 20
     while len(glob.glob({path!r} + "-*")) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     return make(config)
-train.make_run_folder = together
+run_folder.make = together
 """
 
 

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 from architectures import KINDS, PLAIN_ONLY, SLIDING, VOCABULARY, make
+from conftest import compose_config
 from scoring_checks import PAD, UNITS, check_same, relative, scored, true_scores, unit_of
 from transformers import AttentionInterface
 
+import settings
 from data.batching import PrefixTree, PromptUnit, pack, pad
 from modeling import loading
 from modeling.attention import ATTENTION_NAME, choose_attention, packed_attention, use_attention
@@ -116,23 +118,9 @@ def test_dropout_is_off(name):
 
 
 def test_models_are_loaded_in_evaluation_mode():
-    from omegaconf import OmegaConf
-
-    config = OmegaConf.create(
-        {
-            "seed": 0,
-            "model": {
-                "random_config": {
-                    "model_type": "opt",
-                    "hidden_size": 16,
-                    "ffn_dim": 16,
-                    "num_hidden_layers": 1,
-                    "num_attention_heads": 2,
-                    "word_embed_proj_dim": 16,
-                    "dropout": 0.5,
-                }
-            },
-        }
+    opt = "model_type:opt,hidden_size:16,ffn_dim:16,num_hidden_layers:1,num_attention_heads:2,word_embed_proj_dim:16"
+    config = settings.finalize(
+        compose_config("model=blank_model", "model.name_or_path=opt", f"model.random_config={{{opt},dropout:0.5}}")
     )
     model = loading.load_model(config, loading.byte_tokenizer(), torch.float32, "cpu")
     assert not any(module.training for module in model.modules())

@@ -1,21 +1,23 @@
 """The schema against the config files and torch, and every combination that is refused."""
 
+import dataclasses
 import functools
 import inspect
+import pickle
 import shlex
+import subprocess
+import sys
 
 import pytest
 import yaml
 from conftest import ROOT, compose_config
 from omegaconf import OmegaConf
 
-import preference_datasets
 import settings
 import utils
-from data import sources
 
 # The README commands of the DPO paper's reference implementation; paths of weights are put in by the tests.
-ANCESTOR_COMMANDS = [
+REFERENCE_COMMANDS = [
     "model=pythia69 datasets=[hh] loss=sft exp_name=anthropic_dpo_pythia69 gradient_accumulation_steps=2 batch_size=64 "
     "eval_batch_size=32 trainer=FSDPTrainer sample_during_eval=false",
     "model=blank_model model.name_or_path=WEIGHTS model.block_name=LlamaDecoderLayer datasets=[hh,shp] loss=sft "
@@ -30,7 +32,7 @@ ANCESTOR_COMMANDS = [
     "batch_size=64 eval_batch_size=32 trainer=FSDPTrainer sample_during_eval=false model.fsdp_policy_mp=bfloat16 "
     "model.archive=ARCHIVE",
 ]
-ANCESTOR_DEFAULTS = dict(
+REFERENCE_DEFAULTS = dict(
     seed=0,
     batch_size=4,
     eval_batch_size=16,
@@ -82,16 +84,16 @@ def check_quickly(line, device_count=None):
     settings.validate(config, device_count)
 
 
-@pytest.mark.parametrize("line", ANCESTOR_COMMANDS)
-def test_the_ancestors_commands_are_valid(line, tmp_path):
+@pytest.mark.parametrize("line", REFERENCE_COMMANDS)
+def test_the_commands_of_the_dpo_reference_implementation_are_valid(line, tmp_path):
     (tmp_path / "policy.pt").write_bytes(b"weights")
     config = check(*shlex.split(line.replace("WEIGHTS", str(tmp_path)).replace("ARCHIVE", f"{tmp_path}/policy.pt")))
     assert config.model.block_name in ("GPTNeoXLayer", "LlamaDecoderLayer", "GPT2Block")
 
 
-def test_the_ancestors_defaults():
+def test_the_defaults_of_the_dpo_reference_implementation():
     config = OmegaConf.to_container(compose_config("model=tiny"))
-    assert {key: config[key] for key in ANCESTOR_DEFAULTS} == ANCESTOR_DEFAULTS
+    assert {key: config[key] for key in REFERENCE_DEFAULTS} == REFERENCE_DEFAULTS
     assert config["wandb"]["enabled"] is True and config["wandb"]["project"] == "direct-preference-optimization"
     dpo = OmegaConf.to_container(compose_config("model=tiny", "loss=dpo"))["loss"]
     ours = dpo.pop("f_divergence")
@@ -131,20 +133,59 @@ def test_run_names():
     assert check("model=tiny", "exp_name=a/b c").exp_name == "a-b-c"
 
 
-def test_every_key_is_set_and_explained():
-    """No key without a default in a file, and none without a comment where it is set."""
-    config = compose_config("model=tiny", "loss=dpo")
-    assert set(settings.flatten(OmegaConf.to_container(config))) == set(settings.keys_of({"loss.name": "dpo"}))
+def test_every_key_has_an_admitted_default():
+    """The schema and config/*.yaml have the same keys, and every default is one that the schema allows."""
+    for overrides in (
+        ["model=blank_model"],
+        ["model=pythia"],
+        *(["model=tiny", f"loss={name}"] for name in settings.options("loss")),
+    ):
+        flat = settings.flatten(OmegaConf.to_container(compose_config(*overrides)))
+        keys = settings.keys_of(flat)
+        assert set(flat) == set(keys), overrides
+        refused = [key for key, value in flat.items() if value != "???" and not keys[key].admits(value)]
+        assert refused == []
+    usual = settings.complete({"model": {"name_or_path": "gpt2"}})
+    composed = OmegaConf.to_container(compose_config("model=blank_model", "model.name_or_path=gpt2"))
+    assert usual == composed, "the defaults without Hydra are those with it"
+
+
+def test_every_key_is_explained():
+    """No key without a comment where it is set."""
     for path in (ROOT / "config").rglob("*.yaml"):
         for paragraph in path.read_text().split("\nhydra:")[0].split("\n\n"):
             keys = [line for line in paragraph.splitlines() if line and not line.startswith(("#", " ", "defaults:"))]
             assert not keys or "#" in paragraph or path.parent.name in ("model", "fsdp", "loss", "experiment"), keys
 
 
+def test_what_is_recorded_is_what_was_composed():
+    """config.yaml of a run has the keys and values that Hydra composed, in their order; old run folders have, too."""
+    for overrides in (["model=pythia", "loss=ipo"], ["model=tiny", "loss=dpo", "+optimizer_kwargs.betas=[0.9,0.95]"]):
+        composed = OmegaConf.to_container(compose_config(*overrides), resolve=True)
+        composed["exp_name"] = check(*overrides).exp_name
+        recorded = settings.as_dict(check(*overrides))
+        assert OmegaConf.to_yaml(OmegaConf.create(recorded)) == OmegaConf.to_yaml(OmegaConf.create(composed))
+
+
+def test_settings_are_frozen_and_replaced_by_key():
+    config = check("model=tiny", "loss=dpo")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.fsdp.cpu_offload = True
+    changes = {"fsdp.cpu_offload": True, "loss.beta": 0.5, "data.weights.hh": 2, "datasets": ["hh", "shp"], "seed": 3}
+    other = settings.replace(config, changes)
+    assert other.fsdp.cpu_offload and other.loss.options["beta"] == 0.5 and other.data.weights == {"hh": 2}
+    assert other.datasets == ("hh", "shp") and other.seed == 3
+    assert config == check("model=tiny", "loss=dpo") == pickle.loads(pickle.dumps(config))
+    with pytest.raises(AssertionError):
+        settings.replace(config, {"fsdp.cpu_ofload": True})
+
+
 def test_optimizers_match_torch():
     import torch
 
-    for name, arguments in settings.OPTIMIZERS.items():
+    from settings.checks.optimizer import OPTIMIZERS
+
+    for name, arguments in OPTIMIZERS.items():
         assert set(arguments.split()) <= set(inspect.signature(getattr(torch.optim, name)).parameters), name
 
 
@@ -299,14 +340,10 @@ def test_when_a_process_is_a_task_of_srun(monkeypatch):
     assert utils.joined_world() == (0, 4, 0, "srun")
 
 
-def test_registered_names_need_no_torch():
-    """Validation has to stay quick: neither it nor the data sources import torch or transformers at the top."""
-    for module in (settings, preference_datasets, sources):
-        source = inspect.getsource(module)
-        assert not any(
-            line.startswith(("import torch", "from torch", "import transformers", "from transformers"))
-            for line in source.splitlines()
-        )
+def test_the_settings_need_no_torch():
+    """A mistake has to be reported quickly: nothing that is imported until then imports torch or transformers."""
+    code = "import sys, train; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_yaml_files_have_one_document_each():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -72,7 +73,7 @@ class Evaluation:
             device=self.placement.device,
             notice=self.reporter.notice,
             shard=(self.placement.data_rank, self.placement.data_ranks),
-            **self.config.sampling,
+            **dataclasses.asdict(self.config.sampling),
         )
         first = state.reference_samples is None
         with self.reporter.progress(2 if first else 1, "samples", "models") as bar:

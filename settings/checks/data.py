@@ -1,0 +1,49 @@
+"""Checks of the data sets, batches and the length of training."""
+
+from data import sources
+from settings.checks.common import looks_like_path, must_exist
+from settings.key import is_number
+from settings.messages import near_miss, show
+from settings.schema import Settings
+
+
+def check(settings: Settings) -> None:
+    if not settings.datasets:
+        raise ValueError("datasets=[] names no data: give at least one, such as datasets=[hh]")
+    for name in settings.datasets:
+        if settings.datasets.count(name) > 1:
+            raise ValueError(f"datasets names {name} twice; to draw it more often use data.weights.{name}=2")
+    for name, path in settings.data.paths.items():
+        _must_be_named(settings, "data.paths", name)
+        if not isinstance(path, str) or not path:
+            raise ValueError(f"data.paths.{name}={show(path)} is not allowed; allowed: a path")
+        must_exist(f"data.paths.{name}", path)
+    for name, weight in settings.data.weights.items():
+        _must_be_named(settings, "data.weights", name)
+        if not is_number(weight) or weight <= 0:
+            raise ValueError(f"data.weights.{name}={show(weight)} is not allowed; allowed: a number above 0")
+    for name, column in settings.data.columns.items():
+        if isinstance(column, dict):
+            _must_be_named(settings, "data.columns", name)
+    if settings.data.chat_template and looks_like_path(settings.data.chat_template):
+        must_exist("data.chat_template", settings.data.chat_template)
+    if settings.max_prompt_length >= settings.max_length:
+        raise ValueError(
+            f"max_prompt_length={settings.max_prompt_length} leaves no room for a response within "
+            f"max_length={settings.max_length}; set max_prompt_length below max_length"
+        )
+    if settings.n_epochs is None and settings.n_examples is None:
+        raise ValueError("n_epochs and n_examples are both null, so the run would never end; set one of them")
+    if settings.gradient_accumulation_steps > settings.batch_size:
+        raise ValueError(
+            f"gradient_accumulation_steps={settings.gradient_accumulation_steps} is more than "
+            f"batch_size={settings.batch_size}: a pass needs an example at least"
+        )
+    sources.check_dataset_names(settings.datasets, settings)
+
+
+def _must_be_named(settings: Settings, key: str, name: str) -> None:
+    if name not in settings.datasets:
+        raise ValueError(
+            f"{key}.{name}: {name} is not among datasets={show(settings.datasets)}" + near_miss(name, settings.datasets)
+        )

@@ -1,0 +1,57 @@
+"""Checks of the loss, evaluations, early stopping and what happens at values that are not finite."""
+
+from settings.checks.common import refuse_change
+from settings.messages import near_miss
+from settings.schema import Settings
+
+# Metrics of an evaluation, by which a run can stop early or keep its best checkpoint.
+EVAL_METRICS = (
+    "loss/eval",
+    "logps_eval/chosen",
+    "logps_eval/rejected",
+    "rewards_eval/chosen",
+    "rewards_eval/rejected",
+    "rewards_eval/accuracies",
+    "rewards_eval/margins",
+)
+
+
+def check(settings: Settings) -> None:
+    uses_reference = settings.loss.name != "sft" and not settings.loss.options.get("reference_free")
+    if not uses_reference:
+        why = "loss=sft" if settings.loss.name == "sft" else "loss.reference_free=true"
+        for key in ("reference.mode", "reference.cache_dir", "model.reference_dtype", "fsdp.reference_cpu_offload"):
+            refuse_change(settings, key, f"{why} uses no reference model")
+    elif settings.reference.mode == "online" and settings.reference.cache_dir:
+        raise ValueError("reference.cache_dir is for reference.mode=cached; with online nothing is kept on disk")
+    for key, metric in (
+        ("early_stopping.metric", settings.early_stopping.metric),
+        ("checkpoint.best_metric", settings.checkpoint.best_metric),
+    ):
+        if metric is None:
+            continue
+        allowed = [m for m in EVAL_METRICS if settings.loss.name != "sft" or m in ("loss/eval", "logps_eval/chosen")]
+        # With several data sets each metric also comes for each of them alone, under <metric>/<data set>.
+        if metric not in allowed and not any(metric == f"{m}/{data}" for m in allowed for data in settings.datasets):
+            raise ValueError(
+                f"{key}={metric} is not a metric of loss={settings.loss.name}; allowed: "
+                f"{', '.join(allowed)}, each also as METRIC/DATASET{near_miss(metric, allowed)}"
+            )
+    if settings.early_stopping.metric is None:
+        for key in ("early_stopping.patience", "early_stopping.min_delta", "early_stopping.mode"):
+            refuse_change(settings, key, "early_stopping.metric is null, so nothing is watched")
+    if not settings.sample_during_eval:
+        for key in (
+            "n_eval_model_samples",
+            "sampling.temperature",
+            "sampling.top_p",
+            "sampling.max_new_tokens",
+            "sampling.seed",
+        ):
+            refuse_change(settings, key, "sample_during_eval=false draws no samples")
+    if settings.sampling.top_p == 0:
+        raise ValueError("sampling.top_p=0 leaves no token to draw; for the likeliest token use sampling.temperature=0")
+    if settings.guards.on_nonfinite == "stop" and settings.guards.max_nonfinite_steps:
+        raise ValueError("guards.max_nonfinite_steps counts skipped steps: it needs guards.on_nonfinite=skip")
+    if settings.guards.on_nonfinite == "skip" and not settings.guards.max_nonfinite_steps:
+        raise ValueError("guards.on_nonfinite=skip needs guards.max_nonfinite_steps of 1 or more")

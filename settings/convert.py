@@ -1,0 +1,125 @@
+"""Settings between their forms: the config that Hydra composes, plain nested dicts, flat {"a.b": value}, Settings."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+import utils
+from settings.config_files import defaults, options
+from settings.schema import SCHEMA, Settings
+
+
+def resolve(config: DictConfig) -> dict:
+    """The composed config as plain nested containers, interpolations worked out.
+
+    Raises:
+        ValueError: a value that must be given is missing, or an interpolation leads nowhere.
+    """
+    missing = sorted(OmegaConf.missing_keys(config))
+    if "model.name_or_path" in missing:
+        raise ValueError(
+            "model.name_or_path is missing: give a Hub name or a local folder, as in model=blank_model "
+            f"model.name_or_path=gpt2, or choose one of model={'|'.join(options('model'))}"
+        )
+    if missing:
+        raise ValueError(f"{missing[0]} is missing: this run needs a value for it ({missing[0]}=...)")
+    try:
+        return cast(dict, OmegaConf.to_container(config, resolve=True))
+    except Exception as error:  # omegaconf has a dozen classes for a bad ${...}; each message names the key
+        raise ValueError(f"a setting cannot be worked out: {' '.join(str(error).split())}") from error
+
+
+def recorded_form(config: DictConfig) -> dict:
+    """The composed config as a run records it in config.yaml: resolved, the run named, one name for the block."""
+    values = resolve(config)
+    model = values["model"]
+    model["block_name"] = model["block_name"] or model["block"]
+    model["block"] = None
+    if values["exp_name"] is None:
+        parts = [
+            os.path.basename(name.rstrip("/")).split(".jsonl")[0]
+            for name in (model["name_or_path"], values["loss"]["name"], *values["datasets"])
+        ]
+        values["exp_name"] = "_".join(map(utils.file_name, [*parts[:2], "+".join(parts[2:])]))
+    values["exp_name"] = utils.file_name(values["exp_name"])
+    return values
+
+
+def from_dict(values: Mapping[str, Any]) -> Settings:
+    """Settings of plain values, whose keys and types were checked (settings.checks.keys)."""
+    return _build(Settings, values)
+
+
+def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain nested settings with the default of every key that `values` do not have."""
+    return _laid_over(defaults(), values)
+
+
+def _laid_over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    merged = _copy(lower)
+    for name, value in upper.items():
+        inside = isinstance(value, dict) and isinstance(lower.get(name), dict)
+        merged[name] = _laid_over(lower[name], value) if inside else _copy(value)
+    return merged
+
+
+def _build(section: Any, values: Mapping[str, Any]) -> Any:
+    given: dict[str, Any] = {}
+    known = [declared.name for declared in fields(section)]
+    for declared in fields(section):
+        name, kind = declared.name, cast(Any, declared.type)
+        if "rest" in declared.metadata:
+            given[name] = {key: value for key, value in values.items() if key not in known}
+        elif is_dataclass(kind):
+            given[name] = _build(kind, values[name])
+        elif declared.metadata["key"].optional:
+            given[name] = values.get(name)
+        else:
+            given[name] = tuple(values[name]) if isinstance(values[name], list) else values[name]
+    return section(**given)
+
+
+def as_dict(settings: Any) -> dict:
+    """The plain nested dict that config.yaml is written from. It shares nothing with the settings."""
+    values: dict[str, Any] = {}
+    for declared in fields(settings):
+        value = getattr(settings, declared.name)
+        if "rest" in declared.metadata:
+            values.update(_copy(value))
+        elif is_dataclass(value):
+            values[declared.name] = as_dict(value)
+        elif value is not None or not declared.metadata["key"].optional:
+            values[declared.name] = _copy(value)
+    return values
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copy(inner) for name, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def replace(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """The settings with other values, by dotted key: replace(settings, {"fsdp.cpu_offload": True})."""
+    values = as_dict(settings)
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        place = values
+        for section in sections:
+            place = place[section]
+        assert name in place or SCHEMA.get(".".join(sections), SCHEMA["lr"]).free, f"there is no key {key}"
+        place[name] = _copy(value)
+    return from_dict(values)
+
+
+def flatten(values: Mapping, prefix: str = "") -> dict[str, Any]:
+    """{'a.b': value} of nested settings; mappings with keys of the user's stay whole."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        inside = isinstance(value, dict) and not (key in SCHEMA and SCHEMA[key].free)
+        flat.update(flatten(value, key + ".") if inside and value else {key: value})
+    return flat

@@ -1,0 +1,106 @@
+"""What one setting may be: its meaning, range and choices, declared beside its type in the schema."""
+
+import math
+from dataclasses import Field, dataclass, field, replace
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from settings.messages import show
+
+KINDS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "flag", tuple: "names", dict: "mapping"}
+WORDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "text": "text",
+    "names": "a list of names",
+    "mapping": "a mapping KEY: VALUE",
+    "flag": "true or false",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a setting may be: one of `choices`, or a `kind` within low..high (bounds included unless `open`)."""
+
+    meaning: str
+    kind: str = ""
+    choices: tuple = ()
+    low: float | None = None
+    high: float | None = None
+    open: bool = False
+    null: bool = False
+    optional: bool = False  # exists for some options of its group only
+    may_change: bool = False  # when the run is resumed: it has no influence on the weights
+    per_node: bool = False  # the processes of one run may have different values
+
+    @property
+    def free(self) -> bool:
+        """Whether the value is a mapping with keys of the user's."""
+        return self.kind == "mapping"
+
+    def describe(self) -> str:
+        """What is allowed, for the user."""
+        allowed = [show(choice) for choice in self.choices]
+        if self.kind:
+            text = WORDS[self.kind]
+            if self.low is not None:
+                text += f" {'above' if self.open else 'from'} {show(self.low)}"
+            if self.high is not None:
+                text += f" {'and below' if self.open else 'to'} {show(self.high)}"
+            elif self.low is not None and not self.open:
+                text += " up"
+            allowed.append(text)
+        if self.null:
+            allowed.append("null")
+        return allowed[0] if len(allowed) == 1 else ", ".join(allowed[:-1]) + " or " + allowed[-1]
+
+    def admits(self, value: Any) -> bool:
+        """Whether a value, as YAML has it, is allowed."""
+        if value is None:
+            return self.null
+        if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in self.choices):
+            return True
+        if self.kind == "flag":
+            return isinstance(value, bool)
+        if self.kind == "text":
+            return isinstance(value, str) and bool(value)
+        if self.kind == "names":
+            return isinstance(value, list) and all(isinstance(item, str) and item for item in value)
+        if self.kind == "mapping":
+            return isinstance(value, dict)
+        if self.kind in ("integer", "number"):
+            if not is_number(value) or (self.kind == "integer" and not isinstance(value, int)):
+                return False
+            above = self.low is None or (value > self.low if self.open else value >= self.low)
+            below = self.high is None or (value < self.high if self.open else value <= self.high)
+            return above and below
+        return False
+
+
+def key(meaning: str, **more: Any) -> Any:
+    """A field of a settings dataclass. Kind, choices and whether it may be null follow from the field's annotation."""
+    return field(metadata={"key": Key(meaning, **more)})
+
+
+def rest(meaning: str) -> Any:
+    """A field that holds all keys of its section that no other field names."""
+    return field(metadata={"rest": meaning})
+
+
+def key_of(declared: Field) -> Key:
+    """The key that a field declares, with what its annotation says about it."""
+    own: Key = declared.metadata["key"]
+    kinds, choices, null = [], (), False
+    for part in get_args(declared.type) if get_origin(declared.type) in (UnionType, Union) else (declared.type,):
+        if part is NoneType:
+            null = not own.optional  # then None means that the key does not exist
+        elif get_origin(part) is Literal:
+            choices += get_args(part)
+        else:
+            kinds.append(KINDS[get_origin(part) or part])
+    assert len(kinds) <= 1, f"{declared.name} is of two kinds"
+    return replace(own, kind=kinds[0] if kinds else "", choices=choices, null=null)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,25 @@
+"""How settings are shown to the user: values as on the command line, and the nearest known word for an unknown one."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def show(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(show, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{show(v)}" for k, v in value.items()) + "}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def near_miss(word: str, known: Iterable[str], cut: float = 0.6) -> str:
+    """'; did you mean ...?' for the nearest known word, or nothing."""
+    lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=cut)
+    return f"; did you mean {lower[near[0]]}?" if near else ""
