@@ -75,7 +75,7 @@ import train
 
 def fake(config, run_dir, world):
     with open(os.path.join(run_dir, "metrics.jsonl"), "a") as file:
-        file.write(f"{{os.getpid()}} {{config.wandb.group}} {{world.size}} {{config.optimizer_kwargs.weight_decay}}\\n")
+        file.write(f"{{os.getpid()}} {{config.wandb.group}} {{world.size}} {{config.optimizer_kwargs['weight_decay']}}\\n")
     if config.seed == 13:
         raise RuntimeError("bad luck")
     if config.seed == 14:

@@ -160,7 +160,10 @@ def test_every_key_is_explained():
 
 def test_what_is_recorded_is_what_was_composed():
     """config.yaml of a run has the keys and values that Hydra composed, in their order; old run folders have, too."""
-    for overrides in (["model=pythia", "loss=ipo"], ["model=tiny", "loss=dpo", "+optimizer_kwargs.betas=[0.9,0.95]"]):
+    for overrides in (
+        ["model=pythia", "loss=ipo"],
+        ["model=tiny", "loss=dpo", "optimizer=AdamW", "+optimizer_kwargs.betas=[0.9,0.95]"],
+    ):
         composed = OmegaConf.to_container(compose_config(*overrides), resolve=True)
         composed["exp_name"] = check(*overrides).exp_name
         recorded = settings.as_dict(check(*overrides))
