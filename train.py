@@ -29,6 +29,7 @@ FREE_KEYS = tuple(f"{name}." for name, key in settings.SCHEMA.items() if key.fre
 GROUPS = ("model", "loss", "fsdp", "experiment")
 
 _on_command_line = False
+_reported: list[Exception] = []
 _sweep_dirs: list[str] = []  # the folder of this command's sweep, once it has one
 
 
@@ -170,12 +171,12 @@ def report_error(error: Exception, where: str = "", wants_traceback: bool = Fals
     """Write what went wrong to stderr, once for each error, and return the exit code."""
     message = explain(error)
     code = 1 if message is None else USERS_MISTAKE
-    if getattr(error, "was_reported", False):
+    if any(error is other for other in _reported):
         return code
-    error.was_reported = True
+    _reported.append(error)
     if not is_main_process() and (message is not None or launch.is_follower(error)):
         time.sleep(launch.FOLLOWER_DELAY_SECONDS)  # rank 0 most likely reports the same, and ends us meanwhile
-    who = where if is_main_process() else f"{where}rank {utils.joined_world()[0]}: "
+    who = where if is_main_process() else f"{where}rank {joined_rank()}: "
     trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
     if message is None or wants_traceback:
         sys.stderr.write(trace)
@@ -184,8 +185,14 @@ def report_error(error: Exception, where: str = "", wants_traceback: bool = Fals
     return code
 
 
+def joined_rank() -> int:
+    """This process's rank in the world that torchrun or srun started, else 0."""
+    joined = utils.joined_world()
+    return joined[0] if joined else 0
+
+
 def is_main_process() -> bool:
-    return (utils.joined_world() or (0,))[0] == 0
+    return joined_rank() == 0
 
 
 def explain(error: Exception) -> str | None:

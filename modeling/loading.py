@@ -78,9 +78,7 @@ def load_tokenizer(config):
     gguf = _gguf_file(name)
     folder = os.path.dirname(name) if name.endswith(".gguf") else name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=config.model.trust_remote_code, **gguf
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code, **gguf)
     except (OSError, ValueError) as problem:
         raise _explain(name, problem) from problem
     if tokenizer.eos_token_id is None:
