@@ -1,0 +1,64 @@
+"""Data files with rows of many kinds, and reading them as prompt groups."""
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+from data.row_formats import PromptGroup
+from data.sources import open_source
+
+H, A = "\n\nHuman:", "\n\nAssistant:"
+
+
+def hh(prompt, chosen, rejected):
+    return {"chosen": prompt + chosen, "rejected": prompt + rejected}
+
+
+def write(path: Path, rows) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = path.name
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    elif name.endswith(".jsonl"):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(rows, indent=1))
+    elif name.endswith(".csv"):
+        with open(path, "w", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(
+                {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
+                for row in rows
+            )
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def config(tmp_path, **data):
+    return {"data": {"cache_dir": str(tmp_path / "cache"), "num_workers": 1, **data}}
+
+
+def read(path, tmp_path, split="train", sft=False, name=None, **data):
+    """(list of groups, counts) of a local path; everything goes to train unless a fraction is given."""
+    data.setdefault("test_fraction", 0.0)
+    if name:
+        data["paths"] = {name: str(path)}
+    source = open_source(name or str(path), split, config(tmp_path, **data), sft)
+    return list(source.groups()), source.counts
+
+
+def only(path, tmp_path, **options) -> PromptGroup:
+    groups, _ = read(path, tmp_path, **options)
+    assert len(groups) == 1
+    return groups[0]
+
+
+def chat(*contents, system=None):
+    turns = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(contents)]
+    return ([{"role": "system", "content": system}] if system else []) + turns
