@@ -12,7 +12,7 @@ import importlib
 import pkgutil
 
 from losses.inputs import GroupLogps, PairLogps, ResponseLogps, UnpairedLogps
-from losses.registry import LOSSES, Loss, LossOutput, Option, find_loss, register_loss
+from losses.registry import LOSSES, Loss, LossOutput, Option, Start, find_loss, register_loss
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"losses.{_module.name}")
@@ -25,6 +25,7 @@ __all__ = [
     "Option",
     "PairLogps",
     "ResponseLogps",
+    "Start",
     "UnpairedLogps",
     "find_loss",
     "register_loss",

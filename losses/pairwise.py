@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from losses.inputs import PairLogps
-from losses.registry import LOSSES, LossOutput, Option, register_loss
+from losses.registry import LOSSES, LossOutput, Option, Start, register_loss
 from utils import LazyModule
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ Beta = Annotated[float, Option("pull to the reference", low=0, open=True)]
 ReferenceFree = Annotated[bool, Option("no reference model")]
 
 
-@register_loss("dpo")
+@register_loss("dpo", start=lambda **_: Start(math.log(2), "ln 2"))
 def dpo(
     pairs: PairLogps,
     *,
@@ -55,7 +56,7 @@ def dpo(
     return LossOutput(losses, pairs.rewards(beta))
 
 
-@register_loss("ipo")
+@register_loss("ipo", start=lambda beta, **_: Start(1 / (2 * beta) ** 2, "1 / (2 beta)²"))
 def ipo(
     pairs: PairLogps,
     *,

@@ -9,6 +9,7 @@
 - An input with reference log-probs makes the loss need a reference, unless its option `reference_free` is true, or
   `@register_loss(..., reference=False)` says that it never reads them.
 - `metrics` names what it reports beside its losses.
+- `start` is the loss's value while the policy still is the reference, for the report; it may be left out.
 
 torch is not imported here: the command line is checked without it.
 """
@@ -61,6 +62,14 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Start:
+    """Where a loss starts: its value where the policy has the reference's log-probs, and the formula of that value."""
+
+    value: float
+    formula: str
+
+
+@dataclass(frozen=True)
 class Loss:
     """A registered loss.
 
@@ -70,6 +79,7 @@ class Loss:
         reads_reference: whether it ever reads the reference's log-probs.
         metrics: names of the metrics that it reports, in order.
         options: its options by name.
+        start: (**options) -> Start; None if the value depends on the data.
     """
 
     name: str
@@ -78,6 +88,7 @@ class Loss:
     reads_reference: bool
     metrics: tuple[str, ...]
     options: dict[str, Option]
+    start: Callable[..., Start] | None = None
 
     def __call__(self, inputs, **options) -> LossOutput:
         """Losses and metrics of E examples.
@@ -128,12 +139,19 @@ def metric_name(name: str, split: str) -> str:
 LOSSES: dict[str, Loss] = {}
 
 
-def register_loss(name: str, *, metrics: tuple[str, ...] | None = None, reference: bool | None = None):
+def register_loss(
+    name: str,
+    *,
+    metrics: tuple[str, ...] | None = None,
+    reference: bool | None = None,
+    start: Callable[..., Start] | None = None,
+):
     """Decorator: makes a function available as `loss=<name>` (with a `config/loss/<name>.yaml` beside it).
 
     Args:
         metrics: names of the metrics that it returns, in order; None: those of `rewards` of its input, if it has any.
         reference: whether it reads the reference's log-probs; None: if its input has some.
+        start: given the loss's options as keywords, where it starts while the policy is the reference.
     Raises:
         ValueError: the first argument is not annotated with a class of inputs.py.
     """
@@ -157,6 +175,7 @@ def register_loss(name: str, *, metrics: tuple[str, ...] | None = None, referenc
             has_reference if reference is None else reference,
             usual if metrics is None else metrics,
             options,
+            start,
         )
         return function
 

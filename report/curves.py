@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from losses import LOSSES, ResponseLogps
 from report.charts import Series
 from report.formatting import metric_dataset, short
 from report.run_folder import Run
@@ -111,18 +112,20 @@ def _known(run: Run) -> list[tuple]:
 
 def _loss_start(run: Run) -> tuple[tuple[float, str] | None, str]:
     """Where the loss starts: a dashed line, and words for it."""
-    config = run.config.get("loss") or {}
-    beta = config.get("beta")
-    if run.loss == "dpo" and not config.get("reference_free"):
-        start = " It starts at ln 2 = 0.693, where the policy still is the reference, and falls."
-        return (math.log(2), "ln 2"), start
-    if run.loss == "ipo" and isinstance(beta, (int, float)) and beta > 0:
-        value = 1 / (2 * beta) ** 2
-        start = f" It starts at 1 / (2 beta)² = {short(value)}, where the policy still is the reference, and falls."
-        return (value, f"start {short(value)}"), start
-    if run.loss == "sft":
-        return None, " Negative log-probability of a response token; on text like its own a good model is near 1 to 2."
-    return None, ""
+    options = {name: value for name, value in (run.config.get("loss") or {}).items() if name != "name"}
+    loss = LOSSES.get(run.loss)
+    if loss is None:
+        return None, ""
+    if loss.inputs is ResponseLogps:
+        return None, " Negative log-probability of a whole response, in nats; longer responses have more."
+    if loss.start is None or not loss.needs_reference(options):
+        return None, ""
+    try:
+        start = loss.start(**options)
+    except (TypeError, ArithmeticError):  # the folder's settings are not those of a run of ours
+        return None, ""
+    words = f" It starts at {start.formula} = {short(start.value)}, where the policy still is the reference, and falls."
+    return (start.value, start.formula), words
 
 
 def _eval_train(run: Run, base: str, several: bool, style: int) -> list[Series]:

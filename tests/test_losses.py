@@ -45,6 +45,12 @@ def of_policy(pair):
     )
 
 
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.start and loss.inputs is PairLogps])
+def test_start_is_the_loss_of_the_reference_itself(pair, name):
+    found = LOSSES[name](of_policy(pair), beta=BETA).losses
+    assert LOSSES[name].start(beta=BETA).value == pytest.approx(found.item(), rel=1e-9)
+
+
 @pytest.mark.parametrize(
     "name, settings, value",
     [

@@ -185,6 +185,9 @@ def test_a_failed_run_that_was_resumed_is_not_called_failed(tmp_path):
 def test_where_the_loss_of_ipo_starts(tmp_path):
     run = make_run(tmp_path / "run", "ipo", config={"loss": {"name": "ipo", "beta": 0.1}})
     assert "= 25" in read(write_report(str(run))).text
+    for odd in ("ten", 0, None):
+        run = make_run(tmp_path / f"{odd}", "ipo", config={"loss": {"name": "ipo", "beta": odd}})
+        assert "(2 beta)" not in read(write_report(str(run))).text
 
 
 def test_changed_settings(tmp_path):
