@@ -33,7 +33,7 @@ class Reporter:
     No failure of a logger ends the run.
 
     Args:
-        settings: the resolved configuration, a DictConfig or a plain dict.
+        settings: the resolved configuration as plain dicts and lists.
         run_dir: the run's folder. A resumed run calls `load_state` before it reports any metrics or samples.
         total_examples: examples of the whole run, for percentages and the time left; may be set later.
         loggers: classes of loggers, instead of LOGGERS.
@@ -44,14 +44,14 @@ class Reporter:
 
     def __init__(
         self,
-        settings: Any,
+        settings: dict[str, Any],
         run_dir: str,
         world: World | None = None,
         total_examples: int | None = None,
         loggers: Sequence[type[Logger]] = LOGGERS,
     ):
         self.silent = world is not None and world.rank != 0
-        self.run = RunInfo(_plain(settings), str(run_dir), self.notice, self._show, total_examples)
+        self.run = RunInfo(settings, str(run_dir), self.notice, self._show, total_examples)
         self.examples = self.updates = 0
         self.notices: list[str] = []
         self.loggers: list[Logger] = []
@@ -163,11 +163,3 @@ class Reporter:
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {excerpt(str(error), 300)}"
-
-
-def _plain(settings: Any) -> dict[str, Any]:
-    """A resolved, plain dict of a DictConfig or mapping."""
-    from omegaconf import OmegaConf
-
-    plain: Any = OmegaConf.to_container(settings, resolve=True) if OmegaConf.is_config(settings) else settings
-    return dict(plain or {})
