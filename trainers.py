@@ -85,7 +85,6 @@ class BasicTrainer:
             keep_freed_memory()
         self.loss = find_loss(config.loss.name)
         self.loss_options = config.loss.options
-        self.loss.check_options(self.loss_options)
         stop, early = config.early_stopping, []
         self.early_stop = EarlyStop(stop.metric, stop.patience, stop.min_delta, stop.mode)
         # First of all: it takes the folder, or ends here because another run has it.

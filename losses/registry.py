@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,7 @@ class Loss:
         names = ("loss", *self.metrics, *self.inputs.own_metrics)
         return tuple(metric_name(name, split) for name in names)
 
-    def check_options(self, given: Mapping[str, Any]) -> None:
+    def check_options(self, given: Collection[str]) -> None:
         """Refuse options that the loss does not take, and miss those that it cannot do without.
 
         Raises:
@@ -153,7 +153,7 @@ def register_loss(
         reference: whether it reads the reference's log-probs; None: if its input has some.
         start: given the loss's options as keywords, where it starts while the policy is the reference.
     Raises:
-        ValueError: the first argument is not annotated with a class of inputs.py.
+        ValueError: the first argument is not annotated with a class of inputs.py, or an option with no type.
     """
 
     def add(function):
@@ -165,6 +165,9 @@ def register_loss(
                 f"loss={name}: annotate the first argument of {function.__name__} with what it takes, one of "
                 f"{', '.join(cls.__name__ for cls in INPUTS)}."
             )
+        untyped = next((p.name for p in rest if p.kind is p.KEYWORD_ONLY and p.name not in hints), None)
+        if untyped:
+            raise ValueError(f"loss={name}: annotate its option {untyped} with a type, such as {untyped}: float.")
         usual = {PairLogps: PAIR_REWARDS, UnpairedLogps: UNPAIRED_REWARDS}.get(inputs, ())
         has_reference = any("reference" in field.name for field in dataclasses.fields(inputs))
         options = {p.name: _option(p, hints) for p in rest if p.kind is p.KEYWORD_ONLY}
@@ -183,7 +186,7 @@ def register_loss(
 
 
 def _option(parameter: inspect.Parameter, hints: dict[str, Any]) -> Option:
-    annotation, described = hints.get(parameter.name), Option()
+    annotation, described = hints[parameter.name], Option()
     if typing.get_origin(annotation) is typing.Annotated:
         annotation, *more = typing.get_args(annotation)
         described = next((extra for extra in more if isinstance(extra, Option)), described)

@@ -29,7 +29,7 @@ class Key:
     high: float | None = None
     open: bool = False
     null: bool = False
-    optional: bool = False  # exists for some options of its group only
+    optional: bool = False  # may be absent: it exists for some options of its group only, or has a default in code
     may_change: bool = False  # when the run is resumed: it has no influence on the weights
     per_node: bool = False  # the processes of one run may have different values
 
@@ -90,16 +90,24 @@ def rest(meaning: str) -> Any:
 def key_of(declared: Field) -> Key:
     """The key that a field declares, with what its annotation says about it."""
     own: Key = declared.metadata["key"]
-    kinds, choices, null = [], (), False
-    for part in get_args(declared.type) if get_origin(declared.type) in (UnionType, Union) else (declared.type,):
+    kind, choices, null = kind_of(declared.type)
+    return replace(own, kind=kind, choices=choices, null=null and not own.optional)
+
+
+def kind_of(annotation: Any) -> tuple[str, tuple, bool]:
+    """(kind, choices, whether null is allowed) of a type: float, `int | None`, `Literal["auto"] | int`, ..."""
+    kinds: list[str] = []
+    choices: tuple = ()
+    null = False
+    for part in get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,):
         if part is NoneType:
-            null = not own.optional  # then None means that the key does not exist
+            null = True
         elif get_origin(part) is Literal:
             choices += get_args(part)
         else:
             kinds.append(KINDS[get_origin(part) or part])
-    assert len(kinds) <= 1, f"{declared.name} is of two kinds"
-    return replace(own, kind=kinds[0] if kinds else "", choices=choices, null=null)
+    assert len(kinds) <= 1, f"{annotation} is of several kinds"
+    return kinds[0] if kinds else "", choices, null
 
 
 def is_number(value: Any) -> bool:

@@ -201,6 +201,11 @@ def test_mistakes_in_a_loss_are_named(registry, pair):
         @losses.register_loss("untyped")
         def untyped(pairs): ...
 
+    with pytest.raises(ValueError, match="annotate its option beta with a type"):
+
+        @losses.register_loss("half typed")
+        def half_typed(pairs: PairLogps, *, beta): ...
+
     @losses.register_loss("silent")
     def silent(pairs: PairLogps) -> LossOutput:
         return LossOutput(pairs.policy_chosen)

@@ -1,25 +1,15 @@
 """Checks of the loss, evaluations, early stopping and what happens at values that are not finite."""
 
+from losses import find_loss
 from settings.checks.common import refuse_change
 from settings.messages import near_miss
 from settings.schema import Settings
 
-# Metrics of an evaluation, by which a run can stop early or keep its best checkpoint.
-EVAL_METRICS = (
-    "loss/eval",
-    "logps_eval/chosen",
-    "logps_eval/rejected",
-    "rewards_eval/chosen",
-    "rewards_eval/rejected",
-    "rewards_eval/accuracies",
-    "rewards_eval/margins",
-)
-
 
 def check(settings: Settings) -> None:
-    uses_reference = settings.loss.name != "sft" and not settings.loss.options.get("reference_free")
-    if not uses_reference:
-        why = "loss=sft" if settings.loss.name == "sft" else "loss.reference_free=true"
+    loss = find_loss(settings.loss.name)
+    if not loss.needs_reference(settings.loss.options):
+        why = "loss.reference_free=true" if loss.reads_reference else f"loss={loss.name}"
         for key in ("reference.mode", "reference.cache_dir", "model.reference_dtype", "fsdp.reference_cpu_offload"):
             refuse_change(settings, key, f"{why} uses no reference model")
     elif settings.reference.mode == "online" and settings.reference.cache_dir:
@@ -30,11 +20,11 @@ def check(settings: Settings) -> None:
     ):
         if metric is None:
             continue
-        allowed = [m for m in EVAL_METRICS if settings.loss.name != "sft" or m in ("loss/eval", "logps_eval/chosen")]
+        allowed = loss.metric_names("eval")
         # With several data sets each metric also comes for each of them alone, under <metric>/<data set>.
         if metric not in allowed and not any(metric == f"{m}/{data}" for m in allowed for data in settings.datasets):
             raise ValueError(
-                f"{key}={metric} is not a metric of loss={settings.loss.name}; allowed: "
+                f"{key}={metric} is not a metric of loss={loss.name}; allowed: "
                 f"{', '.join(allowed)}, each also as METRIC/DATASET{near_miss(metric, allowed)}"
             )
     if settings.early_stopping.metric is None:

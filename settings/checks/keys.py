@@ -2,49 +2,39 @@
 
 from typing import Any
 
+from losses import Option, find_loss, registry
 from settings.config_files import options, read
 from settings.convert import flatten
-from settings.key import Key
+from settings.key import Key, kind_of
 from settings.messages import near_miss, show
 from settings.schema import SCHEMA
-
-# A loss without an entry here has the keys of its yaml, see `loss_keys`.
-LOSS_KEYS: dict[str, dict[str, Key]] = {
-    "sft": {},
-    "dpo": {
-        "loss.beta": Key("pull to the reference", "number", low=0, open=True),
-        "loss.label_smoothing": Key("share of swapped labels", "number", low=0, high=0.4999999999999999),
-        "loss.reference_free": Key("no reference model", "flag"),
-        "loss.f_divergence": Key("how distance to the reference is measured", choices=("reverse_kl", "js")),
-    },
-    "ipo": {
-        "loss.beta": Key("pull to the reference", "number", low=0, open=True),
-        "loss.average_log_prob": Key("mean over tokens, not sum", "flag"),
-        "loss.reference_free": Key("no reference model", "flag"),
-    },
-}
 
 
 def keys_of(flat: dict[str, Any]) -> dict[str, Key]:
     """The keys of these settings: some exist for one loss or one model only."""
-    schema = {name: key for name, key in SCHEMA.items() if not key.optional or name in flat}
+    schema = {**SCHEMA, **loss_keys(flat.get("loss.name"))}
     schema["loss.name"] = Key("objective", choices=tuple(options("loss")))
-    schema.update(loss_keys(flat.get("loss.name")))
-    return schema
+    return {name: key for name, key in schema.items() if not key.optional or name in flat}
 
 
 def loss_keys(name: str | None) -> dict[str, Key]:
-    """A loss's own keys. Of one that was added by a yaml and a function alone: each key is of the kind of its value in
-    the yaml, and the function checks the range."""
-    if name is None or name in LOSS_KEYS or name not in options("loss"):
-        return LOSS_KEYS.get(name or "", {})
-    values = flatten(read(f"loss/{name}.yaml"), "loss.")
-    kinds = {bool: "flag", int: "number", float: "number", list: "names"}
-    return {
-        key: Key(f"see config/loss/{name}.yaml", kinds.get(type(value), "text"), null=value is None)
-        for key, value in values.items()
-        if key != "loss.name"
-    }
+    """A loss's own keys: the options that its function declares."""
+    loss = registry.LOSSES.get(name or "")
+    return {f"loss.{option}": _key_of_option(what) for option, what in loss.options.items()} if loss else {}
+
+
+def _key_of_option(option: Option) -> Key:
+    kind, choices, null = kind_of(option.type)
+    return Key(
+        option.meaning or "an option of the loss",
+        "" if option.choices else kind,
+        option.choices or choices,
+        option.low,
+        option.high,
+        option.open,
+        null,
+        optional=not option.required,
+    )
 
 
 def check_keys(values: dict[str, Any]) -> None:
@@ -54,6 +44,7 @@ def check_keys(values: dict[str, Any]) -> None:
         ValueError: a key that does not exist, is missing, or has a value that is not allowed.
     """
     flat = flatten(values)
+    _check_loss_file(flat.get("loss.name"))
     schema = keys_of(flat)
     for key in flat:
         inside = [name for name in schema if name.startswith(key + ".")]
@@ -70,6 +61,12 @@ def check_keys(values: dict[str, Any]) -> None:
             raise ValueError(
                 f"{key}={show(value)} is not allowed ({schema[key].meaning}); allowed: {schema[key].describe()}{near}"
             )
+
+
+def _check_loss_file(name: str | None) -> None:
+    """A loss has a function and a yaml with its options, which may have been written by the user."""
+    if name in options("loss"):
+        find_loss(name).check_options([key for key in read(f"loss/{name}.yaml") if key != "name"])
 
 
 def unknown_key(key: str, flat: dict[str, Any]) -> str:
