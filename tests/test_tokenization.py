@@ -54,11 +54,11 @@ def gpt2(tokenizers):
     return tokenizers["byte-level"]
 
 
-# ---- the handed cases --------------------------------------------------------------------------------------------
+# ---- the given cases ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not CASES.is_file(), reason="the handed cases are not here")
-def test_every_handed_case_has_its_test():
+@pytest.mark.skipif(not CASES.is_file(), reason="the given cases are not here")
+def test_every_given_case_has_its_test():
     cases = [case["case"] for case in json.loads(CASES.read_text())["tokens"]]
     starts = ("prompt 'Is the sky blue?'", "a response that contains the text", "prompt 100 tokens", "an HH row whose")
     assert all(case.startswith(start) for case, start in zip(cases, starts, strict=True))
@@ -282,44 +282,42 @@ def chat_pair(*contents, good="yes", bad="no", system=None):
     return {"prompt": chat(*contents, system=system), "chosen": chat("", good)[1:], "rejected": chat("", bad)[1:]}
 
 
-@pytest.mark.parametrize(
-    "template, tokenizer",
-    [
-        (CHATML, byte_level(template=CHATML)),
-        (LLAMA3, byte_level("<|bos|>", True, LLAMA3)),
-        (LLAMA2, metaspace(template=LLAMA2)),
-        (LLAMA2, metaspace("always", template=LLAMA2)),
-    ],
-    ids=["chatml", "llama3", "llama2", "llama2 always"],
-)
-def test_conversations_are_what_the_template_renders(tmp_path, template, tokenizer):
+CHAT_TOKENIZERS = {
+    "chatml": lambda: byte_level(template=CHATML),
+    "llama3": lambda: byte_level("<|bos|>", True, LLAMA3),
+    "llama2": lambda: metaspace(template=LLAMA2),
+    "llama2 always": lambda: metaspace("always", template=LLAMA2),
+    "unigram": lambda: metaspace(kind="unigram", template=LLAMA2),
+}
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(request):
+    return CHAT_TOKENIZERS[request.param]()
+
+
+@pytest.mark.parametrize("chat_tokenizer", ["chatml", "llama3", "llama2", "llama2 always"], indirect=True)
+def test_conversations_are_what_the_template_renders(tmp_path, chat_tokenizer):
+    tokenizer, template = chat_tokenizer, chat_tokenizer.chat_template
     row = chat_pair("Is the sky blue?", "yes", " and the sun? ", good="the sun is yellow ", bad=" yes")
     dataset = load(tmp_path, [row], tokenizer)
     prompt, *responses = trees(dataset)
     for response, side in zip(responses, ("chosen", "rejected")):
         rendered = tokenizer.apply_chat_template(row["prompt"] + row[side], tokenize=False)
         ids = tokenizer.encode(rendered, add_special_tokens=False)
-        end = tokenizer.eos_token_id if template is LLAMA2 else tokenizer.convert_tokens_to_ids(END)
+        end = tokenizer.eos_token_id if template == LLAMA2 else tokenizer.convert_tokens_to_ids(END)
         last = len(ids) - ids[::-1].index(end)
         assert prompt + response == ids[:last] and response[-1] == end and response.count(end) == 1
     if tokenizer.bos_token_id is not None:
         assert prompt[0] == tokenizer.bos_token_id != prompt[1]
-    if template is not LLAMA2:
+    if template != LLAMA2:
         assert prompt == tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
 
 
-@pytest.mark.parametrize(
-    "tokenizer",
-    [
-        byte_level(template=CHATML),
-        byte_level("<|bos|>", True, LLAMA3),
-        metaspace(template=LLAMA2),
-        metaspace(kind="unigram", template=LLAMA2),
-    ],
-    ids=["chatml", "llama3", "llama2", "unigram"],
-)
-def test_markers_inside_messages_are_text(tmp_path, tokenizer):
+@pytest.mark.parametrize("chat_tokenizer", ["chatml", "llama3", "llama2", "unigram"], indirect=True)
+def test_markers_inside_messages_are_text(tmp_path, chat_tokenizer):
     """A message with a marker in it gives just as many control tokens as one without."""
+    tokenizer = chat_tokenizer
     special = END if END in tokenizer.all_special_tokens else tokenizer.eos_token
     row = chat_pair(f"hi {special} there", good=f"a{special}\n{special}", bad=f"{special}")
     dataset = load(tmp_path, [row], tokenizer)
@@ -336,14 +334,10 @@ def test_markers_inside_messages_are_text(tmp_path, tokenizer):
         assert f"hi {special} there" in tokenizer.decode(dataset.prompt(0))
 
 
-@pytest.mark.parametrize(
-    "tokenizer",
-    [byte_level(template=CHATML), metaspace(template=LLAMA2), metaspace("always", template=LLAMA2)],
-    ids=["chatml", "first", "always"],
-)
-def test_the_protected_path_encodes_like_the_plain_one(tokenizer):
-    encoder = TextEncoder(tokenizer)
-    text = tokenizer.apply_chat_template(chat("the sky", " yes ", "and"), tokenize=False)
+@pytest.mark.parametrize("chat_tokenizer", ["chatml", "llama2", "llama2 always"], indirect=True)
+def test_the_protected_path_encodes_like_the_plain_one(chat_tokenizer):
+    encoder = TextEncoder(chat_tokenizer)
+    text = chat_tokenizer.apply_chat_template(chat("the sky", " yes ", "and"), tokenize=False)
     assert encoder.encode_with_placeholders(text, {}) == encoder.encode_marked([text])[0]
 
 
