@@ -6,6 +6,7 @@ docs/architecture.md describes the layers; LAYERS is where they are written down
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -131,6 +132,30 @@ def test_no_cycles():
 
     for module in MODULES:
         visit(module, ())
+
+
+def test_the_drawing_in_the_documents_is_right():
+    """Its arrows are the imports between rooms, left out where other arrows lead to the same room."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawn = {(one, other) for one, other in re.findall(r"^\s*(\w+) --> (\w+)$", text, re.MULTILINE)}
+    one_name = {"preference_datasets": "data"}
+    imported = {
+        (one_name.get(room(module), room(module)), one_name.get(room(name), room(name)))
+        for module in MODULES
+        for name in imports_of(module)
+    }
+    imported = {(one, other) for one, other in imported if one != other}
+    assert reached(drawn) == reached(imported), sorted(reached(drawn) ^ reached(imported))
+    for arrow in drawn:
+        assert arrow in imported and arrow not in reached(drawn - {arrow}), f"{arrow}: not an import, or drawn twice"
+
+
+def reached(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """The arrows, and those that they make one after another."""
+    found = set(arrows)
+    while more := {(one, last) for one, middle in found for start, last in found if middle == start} - found:
+        found |= more
+    return found
 
 
 def test_few_modules_lie_at_the_top():
