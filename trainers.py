@@ -85,16 +85,17 @@ class BasicTrainer:
             keep_freed_memory()
         self.loss = find_loss(config.loss.name)
         self.loss_options = config.loss.options
-        stop, early = config.early_stopping, []
+        stop, early_notices = config.early_stopping, list[str]()
         self.early_stop = EarlyStop(stop.metric, stop.patience, stop.min_delta, stop.mode)
         # First of all: it takes the folder, or ends here because another run has it.
-        self.checkpointer = Checkpointer(run_dir, config.checkpoint, world, early.append, self.early_stop.watched)
+        self.checkpointer = Checkpointer(
+            run_dir, config.checkpoint, world, early_notices.append, self.early_stop.watched
+        )
         self.reporter = Reporter(as_dict(config), run_dir, world)
         self.notice = self.checkpointer.notice = self.reporter.notice
-        for text in early:
+        for text in early_notices:
             self.notice(text)
         self.state = TrainState()
-        self.sampler = None
         self.stop_requested = False  # a signal came, on any rank
         self.signals = SignalWatch(on_first=launch.hold_on)  # the parent then gives the time that a save takes
         patience = 0.8 * 60 * config.guards.collective_timeout_minutes
@@ -126,20 +127,26 @@ class BasicTrainer:
         train, held_out = training_mixture(config, self.datasets["train"]), DatasetMixture(self.datasets["eval"])
         self.kernel, self.full_forward = self.choose_attention(widest_unit(train, config.seed))
         attention.use_attention(self.policy, self.kernel, self.full_forward)
-        self.first_budget = point and point.first_budget
-        if self.first_budget is None:  # ranks may differ in free memory
-            self.first_budget = min(gather_objects(token_budget(config, self.policy, self.device), self.world))
-        steps = make_steps(
-            config, train, held_out, self.tokenizer, kind, self.placement, self.kernel, self.first_budget
-        )
+        budget = point.first_budget if point else None
+        if budget is None:  # ranks may differ in free memory
+            budget = min(gather_objects(token_budget(config, self.policy, self.device), self.world))
+        self.first_budget = budget
+        steps = make_steps(config, train, held_out, self.tokenizer, kind, self.placement, self.kernel, budget)
         self.sampler, self.eval_sampler, self.idle_batch = steps.training, steps.held_out, steps.idle_batch
         self.objective = Objective(self.loss, self.loss_options, self.policy)
-        self.evaluation = None
+        self.evaluation: Evaluation | None = None
         if self.eval_sampler is None:
             self.notice("There are no held-out examples: nothing is evaluated or sampled.")
         else:
             self.evaluation = Evaluation(
-                config, self.objective, steps, self.datasets["eval"], self.tokenizer, self.placement, self.reporter
+                config,
+                self.objective,
+                self.eval_sampler,
+                self.idle_batch,
+                self.datasets["eval"],
+                self.tokenizer,
+                self.placement,
+                self.reporter,
             )
         self.nonfinite = NonFiniteGuard(
             config.guards, self.datasets["train"], self.tokenizer, self.run_dir, self.world, self.notice
@@ -211,7 +218,7 @@ class BasicTrainer:
 
     def out_of_memory(self, problem: str) -> str:
         """What to do about it, in words."""
-        budget = self.sampler.budget if self.sampler is not None else None
+        budget = self.sampler.budget if hasattr(self, "sampler") else None  # there is none before the first pass
         return out_of_memory_message(problem, budget, self.world.rank if self.world.size > 1 else None)
 
     def train_step(self, step: Step) -> dict[str, tuple[float, float]] | None:
@@ -266,6 +273,7 @@ class BasicTrainer:
 
     def write_samples(self) -> None:
         """Report what policy and reference write after held-out prompts."""
+        assert self.evaluation is not None
         self.heartbeat.at("writing samples", self.state.updates, patient=True)
         self.evaluation.write_samples(self.state)
 

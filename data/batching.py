@@ -62,8 +62,8 @@ class MicroBatch:
         response_of: int64 [N], the response (0..K-1) which that token belongs to.
         lengths: float32 [K], scored tokens a response.
         pairs: int64 [E, 2], responses of each example as in examples.py, -1 where it has none.
-        group: int64 [K], the prompt unit of each response. preferences: int64 [P, 2], (preferred, other) responses of the
-            kind "group", empty for others.
+        group: int64 [K], the prompt unit of each response.
+        preferences: int64 [P, 2], (preferred, other) responses of the kind "group"; empty for other kinds.
         datasets: int64 [E], data set of each example.
         keys: (data set, response id) of each response, for the reference cache.
         units: what it was made of, to name examples in an error.

@@ -42,5 +42,5 @@ def preferences_of(pairs: np.ndarray, group: int) -> np.ndarray:
     Args:
         pairs: int32 [n, 3], (group, chosen, rejected), in ascending order of groups.
     """
-    start, stop = np.searchsorted(pairs[:, 0], [group, group + 1])
+    start, stop = (int(np.searchsorted(pairs[:, 0], number)) for number in (group, group + 1))
     return pairs[start:stop, 1:]

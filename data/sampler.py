@@ -1,7 +1,7 @@
 """From tokenised data sets to optimizer steps: epochs of examples, cut into steps, cut into balanced micro-batches.
 
-An *example* is what the loss takes: a pair, a response or a prompt (examples.py). A step takes `batch_size` examples over all ranks and groups
-them by prompt into `PromptUnit`s, which are dealt out to micro-batches and ranks.
+An *example* is what the loss takes: a pair, a response or a prompt (examples.py). A step takes `batch_size` examples
+over all ranks and groups them by prompt into `PromptUnit`s, which are dealt out to micro-batches and ranks.
 
 Everything here is a pure function of (data, seed, epoch, world size, budget). Nothing touches a device, and every rank
 computes all micro-batches and takes its own share, so ranks never have to talk about data.
@@ -80,7 +80,6 @@ class DatasetMixture:
     def units(self, numbers: np.ndarray) -> list[PromptUnit]:
         """Group examples by prompt, each response once."""
         units: dict[tuple[int, int, int], PromptUnit] = {}
-        seen: dict[tuple[int, int, int, int], int] = {}
         for number in numbers:
             index, local = self._locate(int(number))
             dataset = self.datasets[index]
@@ -93,21 +92,22 @@ class DatasetMixture:
             unit = units.get(key)
             if unit is None:
                 unit = units[key] = PromptUnit(index, group, dataset.prompt(group))
-
-            def place(response: int) -> int:
-                """Index of a response within the unit, which then has it; -1 of none."""
-                if response < 0:
-                    return -1
-                if (*key, response) not in seen:
-                    seen[(*key, response)] = len(unit.responses)
-                    unit.responses.append(dataset.response(group, response))
-                    unit.response_ids.append(dataset.response_id(group, response))
-                return seen[(*key, response)]
-
             if whole:
-                unit.preferences = [(place(int(a)), place(int(b))) for a, b in dataset.preferences(group)]
-            unit.pairs.append((place(first), place(second)))
+                for preferred, other in dataset.preferences(group).tolist():
+                    unit.preferences.append((_place(unit, dataset, preferred), _place(unit, dataset, other)))
+            unit.pairs.append((_place(unit, dataset, first), _place(unit, dataset, second)))
         return list(units.values())
+
+
+def _place(unit: PromptUnit, dataset, response: int) -> int:
+    """Index of a response of the unit's prompt within the unit, which then has it; -1 of none (-1)."""
+    if response < 0:
+        return -1
+    response_id = dataset.response_id(unit.group, response)
+    if response_id not in unit.response_ids:
+        unit.responses.append(dataset.response(unit.group, response))
+        unit.response_ids.append(response_id)
+    return unit.response_ids.index(response_id)
 
 
 @dataclass

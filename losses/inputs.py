@@ -7,7 +7,7 @@ losses belongs to. `select` takes a class's tensors out of the log-probs of a Mi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from utils import LazyModule
 
@@ -17,7 +17,7 @@ else:
     torch = LazyModule("torch")
 
 # A metric of E examples: values [E], or values and weights [E] where it is of some examples only.
-Metric = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
+Metric: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 
 @dataclass
@@ -187,6 +187,7 @@ class GroupLogps:
 
 
 INPUTS = (ResponseLogps, PairLogps, UnpairedLogps, GroupLogps)
+Inputs: TypeAlias = ResponseLogps | PairLogps | UnpairedLogps | GroupLogps
 
 
 def reward_accuracies(chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor) -> torch.Tensor:

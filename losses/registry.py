@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from losses.inputs import INPUTS, Metric, PairLogps, UnpairedLogps
+from losses.inputs import INPUTS, Inputs, Metric, PairLogps, UnpairedLogps
 
 # Metrics that `PairLogps.rewards` and `UnpairedLogps.rewards` give.
 PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
@@ -84,7 +84,7 @@ class Loss:
 
     name: str
     function: Callable[..., LossOutput]
-    inputs: type
+    inputs: type[Inputs]
     reads_reference: bool
     metrics: tuple[str, ...]
     options: dict[str, Option]

@@ -13,7 +13,8 @@ class EarlyStop:
     def __init__(self, metric: str | None, patience: int, min_delta: float, mode: str | None):
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.sign = -1.0 if (mode or (metric and metric_mode(metric))) == "min" else 1.0
-        self.best, self.without = None, 0
+        self.best: float | None = None
+        self.without = 0
 
     def update(self, metrics: dict[str, float]) -> bool:
         """Take in an evaluation; whether to stop now.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from data.batching import MicroBatch, PromptUnit
+from data.sampler import BatchSampler
 from modeling.generation import generate_samples
-from training.data_loading import RunSteps
+from parallel.placement import Placement
+from report.reporter import Reporter
 from training.metrics import ExampleMetrics
 from training.objective import Objective
 from training.train_state import TrainState
@@ -20,12 +21,23 @@ class Evaluation:
     """What a run does with its held-out examples.
 
     Args:
-        steps: of the run, `steps.held_out` among them; datasets: the held-out data sets.
+        sampler: steps of held-out examples; datasets: the data sets that they are of.
+        idle_batch: what a rank scores that has no work in a micro-batch, so that collectives match.
     """
 
-    def __init__(self, config, objective: Objective, steps: RunSteps, datasets: list, tokenizer, placement, reporter):
+    def __init__(
+        self,
+        config,
+        objective: Objective,
+        sampler: BatchSampler,
+        idle_batch: MicroBatch,
+        datasets: list,
+        tokenizer,
+        placement: Placement,
+        reporter: Reporter,
+    ):
         self.config, self.objective, self.tokenizer = config, objective, tokenizer
-        self.sampler, self.idle_batch = steps.held_out, steps.idle_batch
+        self.sampler, self.idle_batch = sampler, idle_batch
         self.placement, self.reporter = placement, reporter
         self.dataset_names = [dataset.name for dataset in datasets]
 
@@ -64,17 +76,20 @@ class Evaluation:
     def write_samples(self, state: TrainState) -> None:
         """Report continuations of the same held-out prompts by the policy and, once a run, by the reference."""
         units = self._prompts()
-        write = partial(
-            generate_samples,
-            tokenizer=self.tokenizer,
-            prompts=[unit.prompt for unit in units],
-            world=self.placement.world,
-            batch_size=self.config.eval_batch_size,
-            device=self.placement.device,
-            notice=self.reporter.notice,
-            shard=(self.placement.data_rank, self.placement.data_ranks),
-            **dataclasses.asdict(self.config.sampling),
-        )
+
+        def write(model) -> list[str]:
+            return generate_samples(
+                model,
+                self.tokenizer,
+                [unit.prompt for unit in units],
+                world=self.placement.world,
+                batch_size=self.config.eval_batch_size,
+                device=self.placement.device,
+                notice=self.reporter.notice,
+                shard=(self.placement.data_rank, self.placement.data_ranks),
+                **dataclasses.asdict(self.config.sampling),
+            )
+
         first = state.reference_samples is None
         with self.reporter.progress(2 if first else 1, "samples", "models") as bar:
             texts = write(self.objective.policy)
@@ -101,7 +116,8 @@ class Evaluation:
 
     def _prompts(self) -> list[PromptUnit]:
         """The first distinct prompts in an order of the seed: the same at each evaluation."""
-        units, seen = [], set()
+        units: list[PromptUnit] = []
+        seen = set()
         mixture = self.sampler.mixture
         for unit in mixture.units(mixture.epoch_permutation(self.config.seed, 0)):
             if len(units) < self.config.n_eval_model_samples and (unit.dataset, unit.group) not in seen:

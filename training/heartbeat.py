@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from typing import Any
 
 from utils import PROJECT_DIR
 
@@ -23,7 +24,7 @@ class Heartbeat:
     def __init__(self, folder: str, rank: int, size: int, patience: float):
         self.folder, self.rank, self.size, self.patience = folder, rank, size, patience
         self.enabled = size > 1
-        self.row = {"place": "starting", "update": 0, "beats": 0}
+        self.row: dict[str, Any] = {"place": "starting", "update": 0, "beats": 0}
         self.last, self.patient = time.monotonic(), True
         self.main_thread = threading.get_ident()
         self.closed = threading.Event()
@@ -38,7 +39,7 @@ class Heartbeat:
         `patient`: what is done there may take longer than a collective may (a save, a pass over all data).
         """
         self.last, self.patient = time.monotonic(), patient
-        self.row = {"place": place, "update": update, "beats": self.row["beats"] + 1}
+        self.row: dict[str, Any] = {"place": place, "update": update, "beats": self.row["beats"] + 1}
 
     def _watch(self) -> None:
         # Writing is left to this thread: a step may take milliseconds, and the folder be on a slow network.

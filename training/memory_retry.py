@@ -70,7 +70,7 @@ def in_smaller_micro_batches(step: Step, sampler: BatchSampler, problem: str) ->
     """
     again = sampler.step(step.number)  # an earlier step may have lowered the budget after this one was prepared
     while len(again.micro_batches) <= len(step.micro_batches):
-        if sampler.budget <= 1 or all(len(batch.units) == 1 for batch in step.micro_batches):
+        if sampler.budget <= 1 or all(batch is None or len(batch.units) == 1 for batch in step.micro_batches):
             raise ValueError(
                 f"Out of memory with a single prompt and its responses in a pass ({problem}). Set "
                 "activation_checkpointing=true, lower max_length, or use trainer=FSDPTrainer on more devices."

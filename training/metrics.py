@@ -73,7 +73,7 @@ class MetricAccumulator:
         parts = [("", total.sum(0))]
         if len(total) > 1:
             parts += [(f"/{name}", row) for name, row in zip(self.dataset_names, total)]
-        named = {}
+        named: dict[str, tuple[float, float]] = {}
         for suffix, row in parts:
             values, counts = row.reshape(2, -1).tolist()
             found = zip(self.metric_names, values, counts)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from data.batching import MicroBatch
 from training.train_state import TrainState
 from utils import World, gather_objects
 
-Seen = Sequence[tuple[object, torch.Tensor]]
+Seen = Sequence[tuple[MicroBatch, torch.Tensor]]
 
 
 def offending_examples(seen: Seen, describe: Callable, world: World) -> tuple[list[dict], bool]:
