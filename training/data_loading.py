@@ -112,5 +112,6 @@ def make_steps(
         )
     token = np.array([tokenizer.eos_token_id], dtype=np.int32)
     pair = {"responses": (0, -1), "pairs": (0, 0), "unpaired": (0, -1), "group": (-1, -1)}[kind]
-    idle_batch: MicroBatch = make_batch([PromptUnit(0, 0, token, [token], [0], [pair])])
+    idle_batch = make_batch([PromptUnit(0, 0, token, [token], [0], [pair])])
+    assert idle_batch is not None
     return RunSteps(training, evaluation, idle_batch.to(placement.device))

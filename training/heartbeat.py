@@ -39,7 +39,7 @@ class Heartbeat:
         `patient`: what is done there may take longer than a collective may (a save, a pass over all data).
         """
         self.last, self.patient = time.monotonic(), patient
-        self.row: dict[str, Any] = {"place": place, "update": update, "beats": self.row["beats"] + 1}
+        self.row = {"place": place, "update": update, "beats": self.row["beats"] + 1}
 
     def _watch(self) -> None:
         # Writing is left to this thread: a step may take milliseconds, and the folder be on a slow network.
