@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from checkpoint.archives import load_archive_into
+from settings import Settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HOW_TO_GET_A_MODEL = """\
@@ -38,7 +39,7 @@ def go_offline_if_cut_off() -> bool:
     return constants.HF_HUB_OFFLINE
 
 
-def source_of(config) -> str | None:
+def source_of(config: Settings) -> str | None:
     """Hub name or folder of the model's weights; None for a random model."""
     if config.model.random_config:
         return None
@@ -62,7 +63,7 @@ def _gguf_file(path: str) -> dict:
     return {}
 
 
-def load_tokenizer(config):
+def load_tokenizer(config: Settings):
     """The run's tokenizer.
 
     Raises:
@@ -116,7 +117,7 @@ def byte_tokenizer():
     return tokenizer
 
 
-def model_config(config, tokenizer):
+def model_config(config: Settings, tokenizer):
     """The transformers configuration of the run's model, without its weights."""
     from transformers import AutoConfig
 
@@ -144,7 +145,7 @@ def model_config(config, tokenizer):
         raise _explain(name, problem) from problem
 
 
-def load_model(config, tokenizer, dtype: torch.dtype, device: str | torch.device):
+def load_model(config: Settings, tokenizer, dtype: torch.dtype, device: str | torch.device):
     """The whole model with its weights on one device, in evaluation mode, `model.archive` applied.
 
     Raises:
@@ -178,7 +179,7 @@ def load_model(config, tokenizer, dtype: torch.dtype, device: str | torch.device
     return model.to(device).eval()
 
 
-def sample_of(config, tokenizer, device: str | torch.device):
+def sample_of(config: Settings, tokenizer, device: str | torch.device):
     """The run's architecture with two layers and random weights: what can be tried out before the weights are in."""
     from transformers import AutoModelForCausalLM
 

@@ -12,6 +12,7 @@ import torch
 from modeling.digest import weights_digest
 from modeling.reference_cache import ReferenceCache
 from modeling.sharded import reshard_after_eval
+from settings import Settings
 from utils import broadcast_object, gather_objects, get_local_dir
 
 
@@ -31,7 +32,15 @@ class Reference:
     """
 
     def __init__(
-        self, config, policy, build_frozen: Callable, samplers: dict, datasets: dict, idle_batch, reporter, world
+        self,
+        config: Settings,
+        policy,
+        build_frozen: Callable,
+        samplers: dict,
+        datasets: dict,
+        idle_batch,
+        reporter,
+        world,
     ):
         self.config, self.policy, self.build_frozen, self.samplers, self.datasets = (
             config,

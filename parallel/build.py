@@ -11,11 +11,12 @@ from modeling.blocks import checkpoint_activations, choose_trainable, find_block
 from parallel.fsdp import apply_fsdp
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import load_weights
+from settings import Settings
 from utils import World
 
 
 def build_model(
-    config, tokenizer, dtype: torch.dtype, world: World, mesh: DeviceMesh | None = None, frozen: bool = False
+    config: Settings, tokenizer, dtype: torch.dtype, world: World, mesh: DeviceMesh | None = None, frozen: bool = False
 ) -> torch.nn.Module:
     """A model with its weights, in evaluation mode; on many devices each rank holds its part.
 
@@ -53,7 +54,7 @@ def build_model(
     return model.eval()
 
 
-def build_on_meta(config, tokenizer, dtype: torch.dtype) -> torch.nn.Module:
+def build_on_meta(config: Settings, tokenizer, dtype: torch.dtype) -> torch.nn.Module:
     """The model on the meta device: shapes, no numbers."""
     from transformers import AutoModelForCausalLM
 

@@ -6,9 +6,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from modeling.loading import DTYPES
+from settings import Settings
 
 
-def apply_fsdp(model, blocks, mesh: DeviceMesh, config, frozen: bool, offload: bool) -> None:
+def apply_fsdp(model, blocks, mesh: DeviceMesh, config: Settings, frozen: bool, offload: bool) -> None:
     """Wrap each block and the root with FSDP2, in place.
 
     Norm, head and embeddings stay together in the root's group, so that tied weights are in one group.

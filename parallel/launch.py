@@ -21,6 +21,7 @@ from multiprocessing import connection
 
 import settings
 import utils
+from settings import Settings
 from utils import World
 
 # How long the other ranks get to end by themselves after one failed: time to close the wandb run, no more, because they
@@ -57,7 +58,7 @@ class Report:
     time: float = 0.0
 
 
-def launch(function: Callable, config, run_dir: str | None = None, fresh: bool = False):
+def launch(function: Callable, config: Settings, run_dir: str | None = None, fresh: bool = False):
     """Call function(config, run_dir, world) on every rank; return what it returns on rank 0.
 
     Args:
@@ -84,7 +85,7 @@ def launch(function: Callable, config, run_dir: str | None = None, fresh: bool =
     return _spawn(function, config, run_dir, [f"cuda:{i}" if kind == "cuda" else "cpu" for i in range(size)], kind)
 
 
-def visible_devices(config) -> tuple[str, int]:
+def visible_devices(config: Settings) -> tuple[str, int]:
     """(kind, number) of the devices that the settings mean: ("cuda", 8), ("mps", 1), ("cpu", 0)."""
     import torch
 
@@ -108,7 +109,7 @@ def hold_on() -> None:
         _to_parent.send("hold on")
 
 
-def _call(function, config, run_dir, world: World):
+def _call(function, config: Settings, run_dir, world: World):
     """The function itself, on this process's device."""
     if world.device.startswith("cuda"):
         import torch
@@ -117,7 +118,7 @@ def _call(function, config, run_dir, world: World):
     return function(config, run_dir, world)
 
 
-def _call_in_group(function, config, run_dir, world: World, init_method: str):
+def _call_in_group(function, config: Settings, run_dir, world: World, init_method: str):
     """The function inside a process group, which all ranks have entered with the same settings."""
     import torch
     import torch.distributed as dist
@@ -186,7 +187,9 @@ def is_follower(error: BaseException) -> bool:
     return isinstance(error, kinds) or (isinstance(error, RuntimeError) and bool(re.search(words, str(error), re.I)))
 
 
-def _rank_main(function, config, run_dir, world: World, init_method, local_size: int, parent: int, pipe) -> None:
+def _rank_main(
+    function, config: Settings, run_dir, world: World, init_method, local_size: int, parent: int, pipe
+) -> None:
     """What a spawned process runs."""
     global _to_parent
     _to_parent = pipe
@@ -230,7 +233,7 @@ def _share_cores(local_size: int) -> None:
 # ---- Starting the ranks of this node --------------------------------------------------------------------------------
 
 
-def _spawn(function, config, run_dir, devices: list[str], group: str | None):
+def _spawn(function, config: Settings, run_dir, devices: list[str], group: str | None):
     """One process for each of `devices`; they form a process group unless `group` is None."""
     import torch.multiprocessing as multiprocessing
 
@@ -467,7 +470,7 @@ def _raise_open_files_limit() -> None:
 # ---- Joining the world of torchrun or srun --------------------------------------------------------------------------
 
 
-def _join(function, config, run_dir, kind: str, count: int, joined: tuple):
+def _join(function, config: Settings, run_dir, kind: str, count: int, joined: tuple):
     rank, size, local_rank, starter = joined
     local_size = utils.processes_on_node(size)
     device = "cpu"

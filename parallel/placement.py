@@ -11,6 +11,7 @@ from modeling.sharded import reshard_after_eval
 from parallel.build import build_model
 from parallel.gradients import clip_gradients, group_by_mesh
 from parallel.weights import count_held
+from settings import Settings
 from settings.shard_layout import ShardLayout, layout_of
 from utils import World, all_reduce_sum, gather_objects
 
@@ -52,7 +53,7 @@ class Placement:
         that this rank has left, and there is no way back to the step's beginning."""
         return not self.sharded
 
-    def build_model(self, config, tokenizer, dtype: torch.dtype, frozen: bool = False) -> torch.nn.Module:
+    def build_model(self, config: Settings, tokenizer, dtype: torch.dtype, frozen: bool = False) -> torch.nn.Module:
         """A model with its weights, ready to compute here: see parallel/build.py."""
         return build_model(config, tokenizer, dtype, self.world, self.mesh, frozen)
 
@@ -97,7 +98,7 @@ class Placement:
         return lines
 
 
-def make_placement(config, world: World) -> Placement:
+def make_placement(config: Settings, world: World) -> Placement:
     """The placement of a run on this rank; all ranks call it together.
 
     Raises:

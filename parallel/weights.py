@@ -12,10 +12,11 @@ import private_apis
 from checkpoint.archives import read_state_dict
 from checkpoint.names import check_keys, named_tensors
 from modeling import loading
+from settings import Settings
 from utils import World, run_on_main
 
 
-def load_weights(model, config, tokenizer, dtype: torch.dtype, world: World) -> None:
+def load_weights(model, config: Settings, tokenizer, dtype: torch.dtype, world: World) -> None:
     """Fill a sharded model: from safetensors each rank reads its own slices; anything else through rank 0, one tensor
     at a time.
     """
@@ -91,7 +92,7 @@ def _copy_part(tensor: torch.Tensor, whole) -> None:
         local.copy_(whole[tuple(slice(start, start + n) for start, n in zip(offset, shape))])
 
 
-def _broadcast_weights(model, config, tokenizer, dtype: torch.dtype, world: World) -> None:
+def _broadcast_weights(model, config: Settings, tokenizer, dtype: torch.dtype, world: World) -> None:
     import torch.distributed as dist
 
     state = {}

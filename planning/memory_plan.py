@@ -35,7 +35,7 @@ from planning.memory_trace import (
     parameter_shapes,
     pass_peaks,
 )
-from settings import replace
+from settings import Settings, replace
 
 GB = 1e9
 # Share of a device's memory that the counted parts may take: the allocator leaves gaps between blocks of unlike size.
@@ -91,7 +91,7 @@ class Plan:
         return None if self.capacity is None else self.total <= USABLE * self.capacity
 
 
-def target_device(config) -> tuple[str, int | None]:
+def target_device(config: Settings) -> tuple[str, int | None]:
     """(kind, bytes of one device) that is planned for: `plan_device_memory_gb`, else the device that is visible."""
     asked = (config.device or "").split(":")[0]
     given = config.plan_device_memory_gb
@@ -108,7 +108,7 @@ def target_device(config) -> tuple[str, int | None]:
     return asked or "cpu", memory // (_world_size(config, "cpu") if asked != "mps" else 1)
 
 
-def _world_size(config, kind: str) -> int:
+def _world_size(config: Settings, kind: str) -> int:
     joined = utils.joined_world()
     if joined:
         return joined[1]
@@ -117,7 +117,7 @@ def _world_size(config, kind: str) -> int:
     return max(1, torch.cuda.device_count()) if kind == "cuda" and config.trainer != "BasicTrainer" else 1
 
 
-def _usual_work(config) -> Work:
+def _usual_work(config: Settings) -> Work:
     """The largest unit that the settings allow: a prompt and, but for SFT, two responses."""
     prompt = min(config.max_prompt_length, config.max_length - 1)
     n = 1 if config.loss.name == "sft" else 2
@@ -142,7 +142,7 @@ def fill(unit: Work, most: int, budget: int | None) -> Work:
     )
 
 
-def _shard_layout(config, world: int) -> tuple[int, int]:
+def _shard_layout(config: Settings, world: int) -> tuple[int, int]:
     """(devices a parameter is split over, data-parallel ranks)."""
     ranks = world // config.tp_size
     if config.trainer == "BasicTrainer":
@@ -195,7 +195,7 @@ def _rule_of_thumb(settings, work: Work, dtype: torch.dtype, every: int) -> np.n
 
 
 def estimate(
-    config,
+    config: Settings,
     world_size: int | None = None,
     *,
     kind: str | None = None,
@@ -359,7 +359,7 @@ def estimate(
 
 
 def _communication(
-    config, group_elements: list[int], shapes: Shapes, compute, own, shards: int, reference_dtype
+    config: Settings, group_elements: list[int], shapes: Shapes, compute, own, shards: int, reference_dtype
 ) -> np.ndarray:
     """Parameters and gradients that FSDP2 holds whole for a while, bytes in each of PHASES, and at the very end.
 
@@ -415,7 +415,7 @@ def _resident() -> int:
 # What to change
 
 
-def _advice(config, plan: Plan, settings) -> list[tuple[str, int, bool]]:
+def _advice(config: Settings, plan: Plan, settings) -> list[tuple[str, int, bool]]:
     """Changes that save memory, the cheapest first: each alone if it is enough, else on top of those before it."""
     sharded = config.trainer != "BasicTrainer"
     changes: list[dict] = []
@@ -477,7 +477,7 @@ def _advice(config, plan: Plan, settings) -> list[tuple[str, int, bool]]:
     return results
 
 
-def _estimate_with(config, change: dict, settings, plan: Plan) -> Plan:
+def _estimate_with(config: Settings, change: dict, settings, plan: Plan) -> Plan:
     unit = dataclasses.replace(plan.work, units=1)
     capacity = plan.capacity
     if plan.kind == "cpu" and "world_size" in change and capacity and not config.plan_device_memory_gb:
@@ -527,7 +527,7 @@ class DataFigures:
     source: str
 
 
-def data_figures(config, tokenizer) -> DataFigures:
+def data_figures(config: Settings, tokenizer) -> DataFigures:
     """Size of the training data: exact if it is tokenised already, else estimated from its first prompts.
 
     Raises:
@@ -553,7 +553,7 @@ def _long_unit(units: list[tuple[int, tuple[int, ...]]], share: bool) -> Work:
     return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
-def _cached_figures(config, datasets) -> DataFigures:
+def _cached_figures(config: Settings, datasets) -> DataFigures:
     from data.sampler import BatchSampler, DatasetMixture
 
     mixture = DatasetMixture(datasets, [float(config.data.weights.get(name, 1.0)) for name in config.datasets])
@@ -577,7 +577,7 @@ def _cached_figures(config, datasets) -> DataFigures:
     )
 
 
-def _sampled_figures(config, tokenizer, sft: bool) -> DataFigures:
+def _sampled_figures(config: Settings, tokenizer, sft: bool) -> DataFigures:
     from data.chat_templates import read_chat_template
     from data.sources import open_source
     from data.text_encoding import TextEncoder
@@ -618,7 +618,7 @@ def _sampled_figures(config, tokenizer, sft: bool) -> DataFigures:
     )
 
 
-def whole_run(config, figures: DataFigures) -> tuple[int, int, int]:
+def whole_run(config: Settings, figures: DataFigures) -> tuple[int, int, int]:
     """(examples, optimizer steps, tokens) from the first to the last step."""
     in_epochs = None if config.n_epochs is None else config.n_epochs * figures.examples
     examples = min(n for n in (in_epochs, config.n_examples) if n is not None)
@@ -631,7 +631,7 @@ def whole_run(config, figures: DataFigures) -> tuple[int, int, int]:
 # On the console
 
 
-def make_plan(config) -> Plan:
+def make_plan(config: Settings) -> Plan:
     """The plan of a run, data included where it is at hand, with advice where it does not fit.
 
     Raises:
@@ -653,12 +653,12 @@ def make_plan(config) -> Plan:
     return plan
 
 
-def print_plan(config) -> None:
+def print_plan(config: Settings) -> None:
     """Print the plan of a run: a table, the total, the verdict and, if it does not fit, what to change."""
     print(describe(config, make_plan(config)))
 
 
-def describe(config, plan: Plan) -> str:
+def describe(config: Settings, plan: Plan) -> str:
     """The plan as text."""
     work = plan.work
     world = f"{plan.world_size} {'process' if plan.world_size == 1 else 'processes'} on {plan.kind}"

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import utils
+from settings.schema import Settings
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def shard_layout(trainer: str, world_size: int, tp_size: int, strategy: str, rep
     return ShardLayout((("shard", world_size),))
 
 
-def layout_of(config, world_size: int) -> ShardLayout:
+def layout_of(config: Settings, world_size: int) -> ShardLayout:
     """`shard_layout` of a run's settings."""
     fsdp = config.fsdp
     return shard_layout(config.trainer, world_size, config.tp_size, fsdp.sharding_strategy, fsdp.replicas)

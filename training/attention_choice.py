@@ -7,11 +7,12 @@ from collections.abc import Callable
 from data.batching import PromptUnit
 from modeling import attention, loading
 from parallel.placement import Placement
+from settings import Settings
 from utils import run_on_main
 
 
 def choose_attention(
-    config, tokenizer, placement: Placement, model, unit: PromptUnit, notice: Callable[[str], None]
+    config: Settings, tokenizer, placement: Placement, model, unit: PromptUnit, notice: Callable[[str], None]
 ) -> tuple[str, bool]:
     """(kernel, full_forward) for `attention.use_attention`; all ranks call it together and get one answer.
 

@@ -12,11 +12,12 @@ from data.batching import MicroBatch, PromptUnit, pack, pad
 from data.sampler import BatchSampler, DatasetMixture
 from data.tokenization import load_tokenized
 from parallel.placement import Placement
+from settings import Settings
 from utils import World, check_same
 
 
 def load_datasets(
-    config, tokenizer, kind: str, world: World, wait_for_all: Callable[[], None], reporter
+    config: Settings, tokenizer, kind: str, world: World, wait_for_all: Callable[[], None], reporter
 ) -> dict[str, list]:
     """Tokenised data sets by split, "train" and "eval"; what was dropped or cut is reported.
 
@@ -49,7 +50,7 @@ def load_datasets(
     return datasets
 
 
-def training_mixture(config, datasets: list) -> DatasetMixture:
+def training_mixture(config: Settings, datasets: list) -> DatasetMixture:
     """The training data sets with their weights."""
     return DatasetMixture(datasets, [float(config.data.weights.get(name, 1.0)) for name in config.datasets])
 
@@ -69,7 +70,7 @@ class RunSteps:
 
 
 def make_steps(
-    config,
+    config: Settings,
     train: DatasetMixture,
     held_out: DatasetMixture,
     tokenizer,

@@ -12,6 +12,7 @@ from data.sampler import BatchSampler
 from modeling.generation import generate_samples
 from parallel.placement import Placement
 from report.reporter import Reporter
+from settings import Settings
 from training.metrics import ExampleMetrics
 from training.objective import Objective
 from training.train_state import TrainState
@@ -27,7 +28,7 @@ class Evaluation:
 
     def __init__(
         self,
-        config,
+        config: Settings,
         objective: Objective,
         sampler: BatchSampler,
         idle_batch: MicroBatch,

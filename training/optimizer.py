@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
+from settings import Settings
 
-def make_optimizer(config, parameter_groups: list[dict]) -> torch.optim.Optimizer:
+
+def make_optimizer(config: Settings, parameter_groups: list[dict]) -> torch.optim.Optimizer:
     """The class of torch.optim that the settings name, over these groups of parameters.
 
     Raises:
@@ -23,7 +25,7 @@ def make_optimizer(config, parameter_groups: list[dict]) -> torch.optim.Optimize
         ) from problem
 
 
-def learning_rate(config, step: int, n_steps: int) -> float:
+def learning_rate(config: Settings, step: int, n_steps: int) -> float:
     """Learning rate of optimizer step `step` (0-based) of `n_steps`: linear warm-up, then the schedule's decay."""
     warm = config.warmup_steps
     rate = config.lr * min(1.0, (step + 1) / (warm + 1))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.checkpointer import Checkpointer, resume_command
+from settings import Settings
 from training.early_stopping import EarlyStop
 from training.optimizer import LossScale
 from training.train_state import TrainState
@@ -39,7 +40,7 @@ class RunSaver:
 
     def __init__(
         self,
-        config,
+        config: Settings,
         run_dir: str,
         checkpointer: Checkpointer,
         reporter,
@@ -186,7 +187,7 @@ class RunSaver:
         return state
 
 
-def check_same_run(point: ResumePoint, config, run_dir: str, identity: dict, sampler) -> None:
+def check_same_run(point: ResumePoint, config: Settings, run_dir: str, identity: dict, sampler) -> None:
     """Refuse to go on where the run would become another one; see `RunSaver.restore`."""
     was = point.content
     changed = [what for what, then in was["identity"].items() if then != identity[what]]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from data.sampler import cpu_token_budget
+from settings import Settings
 
 
-def token_budget(config, model, device: torch.device) -> int:
+def token_budget(config: Settings, model, device: torch.device) -> int:
     """`tokens_per_microbatch`, or what the device's memory suggests where that is "auto"."""
     wanted = config.tokens_per_microbatch
     if wanted != "auto":

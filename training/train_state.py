@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from settings import Settings
+
 
 @dataclass
 class TrainState:
@@ -32,7 +34,7 @@ class TrainState:
             return False
         return self.examples // every > sampler.examples_before(self.step_number - 1) // every
 
-    def evaluation_due(self, config, sampler, last: bool) -> bool:
+    def evaluation_due(self, config: Settings, sampler, last: bool) -> bool:
         """Whether to evaluate now: every `eval_every` examples, before the first step if asked for, and at the end."""
         first = self.step_number == 0 and config.do_first_eval and self.evaluated_at is None
         at_end = last and self.evaluated_at != self.step_number

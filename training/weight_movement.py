@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from settings import Settings
 from utils import World, gather_objects
 
 
@@ -26,7 +27,7 @@ class MovementWatch:
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         return local.detach().flatten()[:4096]
 
-    def update(self, config, world: World) -> str | None:
+    def update(self, config: Settings, world: World) -> str | None:
         """Called after each update by all ranks; once, when due, what the user should know if most weights stay."""
         if self.left == 0 or not self.samples:
             return None
