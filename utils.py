@@ -368,15 +368,15 @@ def sync_folder(path) -> None:
 
 
 def remove_leftovers(folder) -> None:
-    """Remove what killed processes left half-written under names of `temporary_beside` (or others in `.tmp`).
+    """Remove what killed processes left in `folder` under names of `temporary_beside`.
 
-    That is what belongs to a process of this host that is gone, and any file (not folder: those can take hours to
-    write) that is more than an hour old.
+    That is what belongs to a process of this host that is gone, and of other hosts what is more than an hour old, but
+    only files: a folder can take hours to write.
     """
     ours = re.compile(rf".*\.{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]+\.tmp")
     for entry in list(os.scandir(folder)):
-        if not entry.name.endswith(".tmp"):
-            continue
+        if not re.search(r"\d-[0-9a-f]+\.tmp$", entry.name):
+            continue  # not of our making: the folder may hold other things
         with contextlib.suppress(OSError):  # another process removed it first
             match = ours.fullmatch(entry.name)
             is_folder = entry.is_dir(follow_symlinks=False)

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from utils import PROJECT_DIR
+from utils import PROJECT_DIR, write_atomically
 
 
 class Heartbeat:
@@ -72,9 +72,8 @@ class Heartbeat:
 
     def _write(self, row: dict) -> None:
         try:
-            with open(os.path.join(self.folder, f"rank-{self.rank}.tmp"), "w") as file:
-                json.dump(row, file)
-            os.replace(file.name, os.path.join(self.folder, f"rank-{self.rank}"))
+            path = os.path.join(self.folder, f"rank-{self.rank}")
+            write_atomically(path, json.dumps(row).encode(), durable=False)
         except OSError:
             pass  # a full disk must not end a run that could go on
 
@@ -95,7 +94,7 @@ class Heartbeat:
         except OSError:
             return
         for name in names:
-            number = name.removeprefix("rank-").removesuffix(".tmp")
+            number = name.removeprefix("rank-").partition(".")[0]  # half-written ones too
             if number.isdigit() and (int(number) == self.rank or int(number) >= self.size):
                 try:
                     os.unlink(os.path.join(self.folder, name))
