@@ -189,13 +189,6 @@ def _ranks(ranks: list) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def free_port() -> int:
-    """A TCP port of this host that is free now; another program may still take it, so prefer a file store."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 # ---- Processes and seeds --------------------------------------------------------------------------------------------
 
 
@@ -442,35 +435,3 @@ def checksum(content: bytes | BinaryIO, algorithm: str = "blake2b") -> str:
 def file_name(text: str) -> str:
     """`text` with all that is awkward in a file name replaced."""
     return re.sub(r"[^\w.+-]+", "-", text).strip("-.") or "unnamed"
-
-
-def read_json_lines(path: str) -> list[dict]:
-    """The objects of a JSON-lines file. A missing file is empty; a line that is not an object (cut by a kill) is left
-    out."""
-    rows = []
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(row, dict):
-                    rows.append(row)
-    except OSError:
-        pass
-    return rows
-
-
-def peak_memory(device) -> int:
-    """Most bytes in use so far: of the accelerator's allocator, or resident in this process on CPU."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

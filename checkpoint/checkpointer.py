@@ -16,8 +16,8 @@ fully_shard, tensor parallelism or both (DTensor); the optimizer any of torch.op
 counters, data cursor, scaler, reporter, best-so-far, config digest. Rank 0's is the one that is kept. The states of the
 random generators are kept for each rank.
 
-A save that fails on any rank is undone on all, with a notice, and the run goes on. How one is written: saving.py. What
-it holds of model and optimizer: train_state.py. What the folders look like: step_folders.py.
+A save that fails on any rank is undone on all, with a notice, and the run goes on. How one is written: step_writer.py.
+What it holds of model and optimizer: state.py. What the folders look like: step_folders.py.
 """
 
 import re
@@ -30,8 +30,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from checkpoint import step_folders
-from checkpoint.saving import FORMATS, Save, attempt, reached
-from checkpoint.train_state import (
+from checkpoint.state import (
     check_state,
     full_state,
     model_tensors,
@@ -41,6 +40,7 @@ from checkpoint.train_state import (
     rng_state,
     to_host,
 )
+from checkpoint.step_writer import FORMATS, Save, attempt, reached
 
 DEFAULT_BEST_METRIC = "loss/eval"
 # A rank may write hundreds of GB while the others wait for it; a dead rank is noticed by its closed connection anyway.

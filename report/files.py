@@ -21,7 +21,6 @@ import time
 from typing import Any
 
 from report.logger import Logger, RunInfo
-from utils import read_json_lines
 
 METRICS, SAMPLES, NOTICES = "metrics.jsonl", "samples.jsonl", "notices.jsonl"
 
@@ -177,3 +176,21 @@ def _json_number(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+def read_json_lines(path: str) -> list[dict]:
+    """The objects of a JSON-lines file. A missing file is empty; a line that is not an object (cut by a kill) is left
+    out."""
+    rows = []
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    rows.append(row)
+    except OSError:
+        pass
+    return rows

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from report.console import ConsoleLogger, Progress
-from report.files import METRICS, NOTICES
+from report.files import METRICS, NOTICES, read_json_lines
 from report.formatting import as_number, excerpt
 from report.logger import Logger, RunInfo
 from report.loggers import LOGGERS
 from report.spikes import SpikeWatch
-from utils import World, read_json_lines
+from utils import World
 
 # "wandb failed to log samples: ..."
 ACTIONS = {

@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from report.files import METRICS, NOTICES, SAMPLES
-from utils import read_json_lines
+from report.files import METRICS, NOTICES, SAMPLES, read_json_lines
 
 MOST_STAGES = 5
 

@@ -6,10 +6,9 @@ import os
 import secrets
 from typing import Any
 
-from report.files import SAMPLES
+from report.files import SAMPLES, read_json_lines
 from report.formatting import excerpt, well_formed
 from report.logger import Logger, RunInfo
-from utils import read_json_lines
 
 
 class WandbLogger(Logger):

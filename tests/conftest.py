@@ -1,6 +1,7 @@
 """What all tests share: the project on the path, few threads, no network, and short ways to compose and run."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +65,10 @@ def pools():
     yield lambda size: made.setdefault(size, Pool(size))
     for pool in made.values():
         pool.stop()
+
+
+def free_port() -> int:
+    """A TCP port of this host that is free now; another program may still take it, so prefer a file store."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

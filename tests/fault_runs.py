@@ -40,7 +40,7 @@ SUBJECTS = (
     "the tide",
     "ink",
 )
-# The stages of a save (saving.hooks) at which every rank comes by, and those of rank 0 alone.
+# The stages of a save (step_writer.hooks) at which every rank comes by, and those of rank 0 alone.
 STAGES_OF_ALL = ("state", "rng", "checksum")
 STAGES = ("open", "state", "rng", "policy", "checksum", "manifest", "rename", "latest", "retention")
 
@@ -182,7 +182,7 @@ def _run(train, job) -> None:
 def _hook(path: str, kill: dict | None) -> None:
     """Write down each stage of a save as it begins, and kill at the one that `kill` names:
     {"stage", "nth": how often it comes by first, "rank": that rank alone; all processes of the run without it}."""
-    from checkpoint import saving
+    from checkpoint import step_writer
 
     top, record, passed = os.getpid(), os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), [0]
 
@@ -203,7 +203,7 @@ def _hook(path: str, kill: dict | None) -> None:
                     os.kill(pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    saving.hooks.append(at)
+    step_writer.hooks.append(at)
 
 
 def descendants(pid: int) -> list[int]:

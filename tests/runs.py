@@ -145,7 +145,7 @@ def train(folder: Path, *overrides: str, world: World = World(), prepare=None, r
         run_dir: the same on every rank; a new one when None, which does for one rank only.
     """
     import trainers
-    from checkpoint.train_state import full_state
+    from checkpoint.state import full_state
 
     config = settings_of(folder, *overrides, *(() if world.size == 1 else (f"world_size={world.size}",)))
     seen = Run(run_dir=run_dir or new_run_dir(folder))

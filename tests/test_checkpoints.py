@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_models import Small, full_disk, same, settings, snapshot, step, tiny
 
-from checkpoint import saving, step_folders
+from checkpoint import step_folders, step_writer
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.step_folders import find_resumable
 from modeling.loading import byte_tokenizer
@@ -151,12 +151,12 @@ def test_a_failing_save_leaves_the_run_alive_and_the_last_checkpoint_good(tmp_pa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = Checkpointer(tmp_path, settings(formats=["state", "policy", "hf"]), World(), told.append)
     assert checkpointer.save(1, model, optimizer, None, {"n": 1}) is None
-    monkeypatch.setattr(saving, "hooks", [full_disk(stage)])
+    monkeypatch.setattr(step_writer, "hooks", [full_disk(stage)])
     problem = checkpointer.save(2, model, optimizer, None, {"n": 2})
     assert "No space left" in problem and checkpointer.problem == problem
     assert "step-2 WAS NOT SAVED" in told[0] and "last good checkpoint is step-1" in told[0] and len(told) == 1
     assert not list(tmp_path.glob("*.tmp")) and checkpointer.latest().name == "step-1"
-    monkeypatch.setattr(saving, "hooks", [])
+    monkeypatch.setattr(step_writer, "hooks", [])
     step(model, optimizer)
     assert checkpointer.save(3, model, optimizer, None, {"n": 3}) is None and checkpointer.problem is None
     assert checkpointer.load(checkpointer.resumable(), model, optimizer) == {"n": 3}
@@ -170,7 +170,7 @@ def test_free_space_is_looked_at_before_writing(tmp_path, monkeypatch):
     assert "1.05 MB" in checkpointer.save(1, model, None, None, {}) and "0.00 MB free" in told[0]
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
     large = tiny("llama")
-    assert saving.estimate_bytes(large, None, ["policy"]) > sum(p.nbytes for p in large.parameters())
+    assert step_writer.estimate_bytes(large, None, ["policy"]) > sum(p.nbytes for p in large.parameters())
 
 
 def in_a_child(action):
@@ -205,7 +205,7 @@ def test_kill_9_inside_a_save(tmp_path, stage, again):
     checkpointer.close()
 
     def killed():
-        saving.hooks.append(lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None)
+        step_writer.hooks.append(lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == stage else None)
         Checkpointer(tmp_path, everything, World()).save(2, model, None, None, {"n": 2}, {"loss/eval": 1.0})
 
     assert in_a_child(killed) == -signal.SIGKILL
@@ -287,7 +287,7 @@ def test_saving_in_the_background_keeps_the_weights_of_its_moment(tmp_path, monk
     step(model, optimizer)
     checkpointer = Checkpointer(tmp_path, settings(formats=["state", "policy", "hf"], async_save=True), World())
     trained_on = threading.Event()
-    monkeypatch.setattr(saving, "hooks", [lambda stage: stage in ("state", "policy") and trained_on.wait(60)])
+    monkeypatch.setattr(step_writer, "hooks", [lambda stage: stage in ("state", "policy") and trained_on.wait(60)])
     assert checkpointer.save(1, model, optimizer, byte_tokenizer(), {"n": 1}) is None
     saved = snapshot(model, optimizer)
     step(model, optimizer, 2)  # while it is written
@@ -300,7 +300,7 @@ def test_saving_in_the_background_keeps_the_weights_of_its_moment(tmp_path, monk
     same(saved, snapshot(other, resumed))
     policy = torch.load(tmp_path / "LATEST" / "policy.pt", weights_only=True)["state"]
     same({name: saved[name] for name in policy}, policy)
-    monkeypatch.setattr(saving, "hooks", [full_disk("policy")])
+    monkeypatch.setattr(step_writer, "hooks", [full_disk("policy")])
     assert checkpointer.save(2, model, optimizer, None, {"n": 2}) is None
     assert "No space left" in checkpointer.close() and checkpointer.latest().name == "step-1"
-    monkeypatch.setattr(saving, "hooks", [])
+    monkeypatch.setattr(step_writer, "hooks", [])

@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from conftest import ROOT, compose_config
+from conftest import ROOT, compose_config, free_port
 from omegaconf import OmegaConf
 from test_settings import REFERENCE_COMMANDS
 
@@ -198,7 +198,7 @@ def test_results_and_collectives():
 
 @pytest.mark.slow
 def test_results_over_a_port():
-    assert launch.launch(total_rank, sharded_config(fsdp_port=utils.free_port()), "folder")[0] == 2.0
+    assert launch.launch(total_rank, sharded_config(fsdp_port=free_port()), "folder")[0] == 2.0
 
 
 def test_the_rank_that_failed_first_is_shown():
@@ -307,7 +307,7 @@ def test_joining_torchrun(tmp_path, how, expected):
             "--nproc_per_node",
             "2",
             "--master_port",
-            str(utils.free_port()),
+            str(free_port()),
             "joined.py",
             how,
         ],

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from report import console
+from report.files import read_json_lines
 from report.reporter import Reporter
-from utils import read_json_lines
 
 QUIET = {"exp_name": "run", "wandb": {"enabled": False}}
 

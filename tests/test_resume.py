@@ -174,7 +174,7 @@ def test_preemption_saves_and_is_requeued(forge, calm, place, settings, number, 
 
 def test_one_wish_signalled_twice_is_one_and_a_second_wish_ends_at_once(forge, place):
     slow_save = SLOW_STEPS + (
-        "from checkpoint import saving\nsaving.hooks.append(lambda stage: stage == 'rng' and time.sleep(60))"
+        "from checkpoint import step_writer\nsaving.hooks.append(lambda stage: stage == 'rng' and time.sleep(60))"
     )
     run = forge.start(*SHORT, "checkpoint.every=1000", f"local_run_dir={place}", prepare=slow_save)
     run.wait_for(lambda: has_begun(run))
@@ -407,7 +407,7 @@ def test_early_stop_keeps_the_best_and_stays_stopped(forge, place):
 
 DISK = """
 import os
-from checkpoint import saving
+from checkpoint import step_writer
 ballast, passed = {path!r} + "/ballast", []
 def disk(stage):
     passed.append(stage)
@@ -426,7 +426,7 @@ def disk(stage):
     if stage == "open" and passed.count("open") > {until}:
         if os.path.exists(ballast):
             os.unlink(ballast)
-saving.hooks.append(disk)
+step_writer.hooks.append(disk)
 """
 
 

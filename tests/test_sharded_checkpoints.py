@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from checkpoint import saving
+from checkpoint import step_writer
 from checkpoint.checkpointer import Checkpointer
-from checkpoint.train_state import full_state
+from checkpoint.state import full_state
 from modeling.loading import byte_tokenizer
 from utils import World
 
@@ -70,12 +70,12 @@ def two_processes(rank, folder, families):
         # a disk that is full for one rank only
         checkpointer = Checkpointer(run, settings(formats=["state", "policy"]), world, told.append)
         for stage in ("state", "rng", "checksum"):
-            saving.hooks[:] = [full_disk(stage)] if rank == 1 else []
+            step_writer.hooks[:] = [full_disk(stage)] if rank == 1 else []
             problem = checkpointer.save(3, model, optimizer, None, {"n": 3})
             assert "rank 1" in problem and "No space left" in problem and "rank 0" not in problem, problem
             assert not (run / "step-3").exists() and not (run / "step-3.tmp").exists()
             dist.barrier()
-        saving.hooks.clear()
+        step_writer.hooks.clear()
         assert checkpointer.save(4, model, optimizer, None, {"n": 4}) is None
         # each rank has its own random numbers, and a damaged file of one rank is everyone's error
         assert (run / "step-4" / "state" / "rng-1.pt").exists()
@@ -187,7 +187,7 @@ def one_rank_dies(rank, folder):
     checkpointer = Checkpointer(folder / "run", settings(), World(rank, 2))
     assert checkpointer.save(1, model, None, None, {"n": 1}) is None
     if rank == 1:
-        saving.hooks.append(lambda stage: os.kill(os.getpid(), signal.SIGKILL) if stage == "state" else None)
+        step_writer.hooks.append(lambda stage: os.kill(os.getpid(), signal.SIGKILL) if stage == "state" else None)
     checkpointer.save(2, model, None, None, {"n": 2})
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, free_port
 from runs import (
     LLAMA,
     MODELS,
@@ -35,7 +35,6 @@ from modeling.blocks import find_blocks
 from parallel import build
 from parallel.placement import make_placement
 from parallel.weights import count_held
-from utils import free_port
 
 FSDP = ("trainer=FSDPTrainer",)
 PLACEMENTS = {

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from utils import peak_memory
 
 if TYPE_CHECKING:
     import torch
@@ -84,3 +83,17 @@ class Meter:
 
     def _tokens_per_second(self) -> float:
         return self.tokens * self.data_ranks / self._seconds()
+
+
+def peak_memory(device) -> int:
+    """Most bytes in use so far: of the accelerator's allocator, or resident in this process on CPU."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

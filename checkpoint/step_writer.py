@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoint import step_folders
 from checkpoint.hf_folder import write_hf_folder
+from checkpoint.state import model_tensors, optimizer_tensors
 from checkpoint.step_folders import gigabytes
-from checkpoint.train_state import model_tensors, optimizer_tensors
 from utils import World, sync_folder
 
 FORMATS = ("state", "policy", "hf")
