@@ -218,7 +218,10 @@ def _rank_main(
         # Sent while the connections to the other ranks are still open, so that it arrives before their complaints.
         pipe.send(_report_error(world.rank, error))
     sys.stdout.flush()
-    sys.exit(1)
+    sys.stderr.flush()
+    # Not sys.exit: the process group is still open, and a thread of it that asks for the interpreter while this shuts
+    # down aborts the process, with a message of the C++ library before the user's.
+    os._exit(1)
 
 
 def _share_cores(local_size: int) -> None:
