@@ -67,6 +67,7 @@ def packed_attention(
     layout.used = True
     needs = (*features, *(["value width"] if query.shape[-1] != value.shape[-1] else []))
     kernel = kernel_for(layout.kernel, query.device.type, query.dtype, needs)
+    assert kernel.function is not None, f"{kernel.name} is registered for packed rows without a function"
     return kernel.function(query, key, value, layout, scaling, sliding_window, **features), None
 
 
@@ -107,8 +108,9 @@ def choose_attention(model, unit: PromptUnit, wanted: str, pad_token_id: int, de
     """
     own = private_apis.attention_of(model.config)
     dtype = next(model.parameters()).dtype
-    plain = pad([unit], pad_token_id).to(device)
-    packed = pack([unit]).to(device)
+    plain, packed = pad([unit], pad_token_id), pack([unit])
+    assert plain is not None and packed is not None
+    plain, packed = plain.to(device), packed.to(device)
     use_attention(model, "plain", full_forward=True)
     truth = token_logps(model, plain)
     # By token, so that errors of opposite sign cannot hide in a sum. In half precision, two right ways of computing

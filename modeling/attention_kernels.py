@@ -31,7 +31,7 @@ class Kernel:
         automatic: whether model.attention=auto may choose it.
         function: (query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v], layout, scale, window)
             -> [1, T, H, D_v], with softcap=... and sinks=... where a model has them and the kernel does not lack them;
-            None for the model's own attention.
+            None for the model's own attention, which padded rows go through.
     """
 
     name: str

@@ -76,17 +76,17 @@ class _LinearLogps(torch.autograd.Function):
                 grad.mul_(slope)
             if ctx.scale != 1.0:
                 grad.mul_(ctx.scale)
-            if needs_bias:
+            if grad_bias is not None:
                 grad_bias[part] = grad.sum(0)
             grad = grad.to(weight.dtype)
-            if needs_hidden:
+            if grad_hidden is not None:
                 if weight.dtype == torch.float32:
                     grad_hidden.addmm_(grad, weight[part])
                 else:
                     grad_hidden += grad @ weight[part]
-            if needs_weight:
+            if grad_weight is not None:
                 torch.mm(grad.T, hidden, out=grad_weight[part])
-        if needs_hidden:
+        if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 

@@ -52,15 +52,18 @@ def _explain(name: str, problem: Exception) -> ValueError:
     return ValueError(f"model.name_or_path={name!r} cannot be loaded: {first}\n{HOW_TO_GET_A_MODEL.format(name=name)}")
 
 
-def _gguf_file(path: str) -> dict:
-    """Arguments of from_pretrained for a .gguf file, or for a folder that holds one and no other weights."""
-    if path.endswith(".gguf"):
-        return {"gguf_file": os.path.basename(path)}
-    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "config.json")):
-        files = sorted(name for name in os.listdir(path) if name.endswith(".gguf"))
+def _files_of(name: str) -> tuple[str, dict]:
+    """What from_pretrained takes for a Hub name, a folder or a .gguf file: (name or folder, more arguments).
+
+    A folder that holds a .gguf file and no config.json is read as that file.
+    """
+    if name.endswith(".gguf"):
+        return os.path.dirname(name), {"gguf_file": os.path.basename(name)}
+    if os.path.isdir(name) and not os.path.exists(os.path.join(name, "config.json")):
+        files = sorted(file for file in os.listdir(name) if file.endswith(".gguf"))
         if files:
-            return {"gguf_file": files[0]}
-    return {}
+            return name, {"gguf_file": files[0]}
+    return name, {}
 
 
 def load_tokenizer(config: Settings):
@@ -76,8 +79,7 @@ def load_tokenizer(config: Settings):
 
     if not os.path.exists(name):
         go_offline_if_cut_off()
-    gguf = _gguf_file(name)
-    folder = os.path.dirname(name) if name.endswith(".gguf") else name
+    folder, gguf = _files_of(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code, **gguf)
     except (OSError, ValueError) as problem:
@@ -134,13 +136,10 @@ def model_config(config: Settings, tokenizer):
             **settings,
         )
     name = source_of(config)
-    gguf = _gguf_file(name)
+    assert name is not None
+    folder, gguf = _files_of(name)
     try:
-        return AutoConfig.from_pretrained(
-            os.path.dirname(name) if name.endswith(".gguf") else name,
-            trust_remote_code=config.model.trust_remote_code,
-            **gguf,
-        )
+        return AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code, **gguf)
     except (OSError, ValueError) as problem:
         raise _explain(name, problem) from problem
 
@@ -159,15 +158,13 @@ def load_model(config: Settings, tokenizer, dtype: torch.dtype, device: str | to
             model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
     else:
         name = source_of(config)
-        gguf = _gguf_file(name)
+        assert name is not None
+        folder, gguf = _files_of(name)
         if gguf:
             gguf["quantization_config"] = GgufConfig(dequantize=True)
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                os.path.dirname(name) if name.endswith(".gguf") else name,
-                dtype=dtype,
-                trust_remote_code=config.model.trust_remote_code,
-                **gguf,
+                folder, dtype=dtype, trust_remote_code=config.model.trust_remote_code, **gguf
             )
         except (OSError, ValueError) as problem:
             raise _explain(name, problem) from problem

@@ -42,24 +42,18 @@ class Reference:
         reporter,
         world,
     ):
-        self.config, self.policy, self.build_frozen, self.samplers, self.datasets = (
-            config,
-            policy,
-            build_frozen,
-            samplers,
-            datasets,
-        )
-        self.idle_batch, self.reporter, self.world = idle_batch, reporter, world
+        self.config, self.policy, self.build_frozen = config, policy, build_frozen
+        self.samplers, self.datasets, self.idle_batch = samplers, datasets, idle_batch
+        self.reporter, self.world = reporter, world
         self.device = torch.device(world.device)
         self.model: torch.nn.Module | None = None
-        self._cache: ReferenceCache | None = None
         dtype = config.model.reference_dtype or config.model.policy_dtype
         self.key = f"{weights_digest(policy, world)}-{dtype}-{config.model.fsdp_policy_mp or dtype}"
         if config.reference.mode == "online":
             self.model = build_frozen(dtype)
             return
         folder = config.reference.cache_dir or os.path.join(get_local_dir(config.local_dirs), "reference")
-        self._cache = ReferenceCache(folder, self.key, datasets, reporter.notice, writer=world.is_main)
+        self._cache: ReferenceCache = ReferenceCache(folder, self.key, datasets, reporter.notice, writer=world.is_main)
         # What one rank found on disk is what all ranks go by: their decisions below must agree.
         self._cache.values = broadcast_object(self._cache.values, world)
         self._scorer = None if dtype != config.model.policy_dtype else policy

@@ -89,6 +89,7 @@ class ReferenceCache:
             self.folder = None
 
     def _path(self, dataset) -> str:
+        assert self.folder is not None
         return os.path.join(self.folder, f"{dataset.key}.logps")
 
     def _read(self, dataset) -> np.ndarray:

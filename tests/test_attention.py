@@ -1,18 +1,20 @@
 """The attention kernels against the dense rule and the models' own attention, and the registry of them."""
 
+from typing import get_args, get_type_hints
+
 import numpy as np
 import pytest
 import torch
 from architectures import WINDOW, make
 from scoring_checks import PAD, UNITS, true_scores, unit_of
 
-import settings
 from data.batching import pack
 from modeling import attention_kernels
 from modeling.attention import ATTENTION_NAME, choose_attention, packed_attention, use_attention
 from modeling.attention_kernels import candidates, is_packed, kernel_for, kernel_names
 from modeling.packed_layout import PackedLayout
 from modeling.scoring import response_logps
+from settings.schema import ModelSettings
 
 PACKED = [name for name in kernel_names() if is_packed(name)]
 
@@ -109,7 +111,7 @@ def test_generation_under_the_packed_attention_is_the_models_own(name):
 
 
 def test_the_settings_name_the_kernels_there_are():
-    allowed = settings.SCHEMA["model.attention"].choices
+    allowed = get_args(get_type_hints(ModelSettings)["attention"])
     assert sorted(allowed) == sorted(["auto", *kernel_names()])
 
 

@@ -52,7 +52,7 @@ def trained(folder, tmp_path_factory):
     return path, run
 
 
-def test_policy_pt_loads_with_the_ancestors_code(trained):
+def test_policy_pt_loads_as_the_dpo_reference_implementation_loads_it(trained):
     _, run = trained
     content = torch.load(os.path.join(run.run_dir, "LATEST", "policy.pt"), weights_only=True)
     assert content["step_idx"] == 8 and set(content) == {"step_idx", "state", "metrics"}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 
+import private_apis
 from modeling import generation
 from modeling.generation import choose_tokens, generate_samples
 from utils import World
@@ -96,19 +97,26 @@ def test_neither_padding_nor_batch_nor_order_of_batches_changes_a_sample():
 def test_cache_and_full_forwards_agree(monkeypatch):
     model, prompts = make_model(), make_prompts(12, 2, 7)
     cached = generate_samples(model, NumberTokenizer(), prompts, max_new_tokens=15)
-    model._is_stateful = True
     calls = []
     model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs["use_cache"]), with_kwargs=True)
-    assert generate_samples(model, NumberTokenizer(), prompts, max_new_tokens=15) == cached
+    with monkeypatch.context() as patch:
+        patch.setattr(private_apis, "is_recurrent", lambda model: True)
+        assert generate_samples(model, NumberTokenizer(), prompts, max_new_tokens=15) == cached
     assert calls and not any(calls)
     # A model that accepts a cache and returns none is found out after its first forward.
-    del model._is_stateful
 
     def forget(module, args, output):
         output["cache" if "cache" in output else "past_key_values"] = None
 
     model.register_forward_hook(forget)
     assert generate_samples(model, NumberTokenizer(), prompts, max_new_tokens=15) == cached
+
+
+def test_the_models_own_generation_settings_change_nothing():
+    model, settings = make_model(), {"temperature": 0.8, "max_new_tokens": 15}
+    before = generate_samples(model, NumberTokenizer(), make_prompts(9, 3), **settings)
+    model.generation_config.update(repetition_penalty=2.0, top_k=1, suppress_tokens=list(range(3, 20)))
+    assert generate_samples(model, NumberTokenizer(), make_prompts(9, 3), **settings) == before
 
 
 def test_leaves_random_state_and_modes_alone():
@@ -130,17 +138,19 @@ def test_padded_vocabulary_is_never_sampled():
     assert samples and all(int(token) < 30 for sample in samples for token in sample.split())
 
 
-def test_prompts_are_cut_to_the_positions_of_the_model_and_it_says_so():
-    model, said = make_model("gpt2", max_position_embeddings=16, n_positions=16), []
+def test_prompts_are_cut_to_the_positions_of_the_model_with_a_notice():
+    model, notices = make_model("gpt2", max_position_embeddings=16, n_positions=16), []
     prompts = make_prompts(30, 4)
-    samples = generate_samples(model, NumberTokenizer(), prompts, temperature=0, max_new_tokens=10, notice=said.append)
-    assert len(said) == 1 and "1 of 2 prompts" in said[0] and "16 positions" in said[0]
+    samples = generate_samples(
+        model, NumberTokenizer(), prompts, temperature=0, max_new_tokens=10, notice=notices.append
+    )
+    assert len(notices) == 1 and "1 of 2 prompts" in notices[0] and "16 positions" in notices[0]
     assert (
         samples[0] == generate_samples(model, NumberTokenizer(), [prompts[0][-6:]], temperature=0, max_new_tokens=10)[0]
     )
-    said.clear()
-    generate_samples(model, NumberTokenizer(), prompts, max_new_tokens=99, notice=said.append)
-    assert "lowered to 15" in said[0]
+    notices.clear()
+    generate_samples(model, NumberTokenizer(), prompts, max_new_tokens=99, notice=notices.append)
+    assert "lowered to 15" in notices[0]
 
 
 def test_stops_at_every_end_token():

@@ -11,6 +11,7 @@ import numpy as np
 from data.batching import MicroBatch, PromptUnit, pack, pad
 from data.sampler import BatchSampler, DatasetMixture
 from data.tokenization import load_tokenized
+from modeling.attention_kernels import is_packed
 from parallel.placement import Placement
 from settings import Settings
 from utils import World, check_same
@@ -82,13 +83,13 @@ def make_steps(
     """Steps of the run's data, laid out for an attention kernel.
 
     Args:
-        kind: of the loss's examples; kernel: "plain" pads one response a row, any other packs; budget: tokens a pass.
+        kind: of the loss's examples; kernel: name of the attention kernel, which has a layout; budget: tokens a pass.
     """
-    share_prefix = config.prefix_sharing and kernel != "plain"
-    if kernel == "plain":
-        make_batch = partial(pad, pad_token_id=tokenizer.pad_token_id)
-    else:
+    share_prefix = config.prefix_sharing and is_packed(kernel)
+    if is_packed(kernel):
         make_batch = partial(pack, share_prefix=share_prefix)
+    else:
+        make_batch = partial(pad, pad_token_id=tokenizer.pad_token_id)
     layout = {
         "make_batch": make_batch,
         "rank": placement.data_rank,

@@ -23,7 +23,7 @@ def check(settings: Settings) -> None:
         )
     if model.random_config is not None and not isinstance(model.random_config.get("model_type"), str):
         raise ValueError("model.random_config needs model_type, such as model.random_config.model_type=llama")
-    if not settings.prefix_sharing and model.attention in ("packed_sdpa", "flex"):
+    if not settings.prefix_sharing and model.attention not in ("auto", "plain"):
         raise ValueError(
             f"model.attention={model.attention} is for rows that share a prompt, and "
             "prefix_sharing=false makes none; leave model.attention=auto"
