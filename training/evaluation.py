@@ -15,7 +15,7 @@ from report.reporter import Reporter
 from settings import Settings
 from training.metrics import ExampleMetrics
 from training.objective import Objective
-from training.train_state import TrainState
+from training.run_state import TrainState
 
 
 class Evaluation:

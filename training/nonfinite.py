@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from data.batching import MicroBatch
-from training.train_state import TrainState
+from training.run_state import TrainState
 from utils import World, gather_objects
 
 Seen = Sequence[tuple[MicroBatch, torch.Tensor]]

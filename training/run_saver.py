@@ -10,7 +10,7 @@ from checkpoint.checkpointer import Checkpointer, resume_command
 from settings import Settings
 from training.early_stopping import EarlyStop
 from training.optimizer import LossScale
-from training.train_state import TrainState
+from training.run_state import TrainState
 from utils import World, broadcast_object
 
 

@@ -1,0 +1,158 @@
+"""What a run is made of: its parts are prepared here in their order, and saved and resumed together."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from checkpoint.checkpointer import Checkpointer
+from data.sampler import DatasetMixture, widest_unit
+from losses import find_loss
+from modeling import attention, loading
+from modeling.loading import DTYPES
+from modeling.reference import Reference
+from parallel import launch
+from parallel.placement import make_placement
+from report.reporter import Reporter
+from settings import Settings, as_dict
+from training.attention_choice import choose_attention
+from training.data_loading import load_datasets, make_steps, training_mixture
+from training.early_stopping import EarlyStop
+from training.evaluation import Evaluation
+from training.heartbeat import Heartbeat
+from training.nonfinite import NonFiniteGuard
+from training.objective import Objective
+from training.optimizer import LossScale, make_optimizer
+from training.run_saver import RunSaver, identity_of
+from training.run_state import TrainState
+from training.signals import SignalWatch
+from training.token_budget import token_budget
+from training.weight_movement import MovementWatch
+from utils import World, gather_objects, keep_freed_memory, seed_everything
+
+
+class PreparedRun:
+    """A run before its loop: data, models, steps, optimizer and the parts that watch over it.
+
+    Args:
+        config: the validated settings (settings/); run_dir: the run's folder, which exists; world: this process.
+    """
+
+    def __init__(self, config: Settings, run_dir: str, world: World):
+        self.config, self.run_dir, self.world = config, run_dir, world
+        self.device = torch.device(world.device)
+        seed_everything(config.seed)
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self.loss = find_loss(config.loss.name)
+        self.loss_options = config.loss.options
+        stop, early_notices = config.early_stopping, list[str]()
+        self.early_stop = EarlyStop(stop.metric, stop.patience, stop.min_delta, stop.mode)
+        # First of all: it takes the folder, or ends here because another run has it.
+        self.checkpointer = Checkpointer(
+            run_dir, config.checkpoint, world, early_notices.append, self.early_stop.watched
+        )
+        self.reporter = Reporter(as_dict(config), run_dir, world)
+        self.notice = self.checkpointer.notice = self.reporter.notice
+        for text in early_notices:
+            self.notice(text)
+        self.state = TrainState()
+        self.stop_requested = False  # a signal came, on any rank
+        self.signals = SignalWatch(on_first=launch.hold_on)  # the parent then gives the time that a save takes
+        patience = 0.8 * 60 * config.guards.collective_timeout_minutes
+        self.heartbeat = Heartbeat(os.path.join(run_dir, ".heartbeat"), world.rank, world.size, patience)
+        self.loss_scale = LossScale(config.model.fsdp_policy_mp == "float16")
+        self.saver = RunSaver(
+            config, run_dir, self.checkpointer, self.reporter, self.early_stop, self.loss_scale, world, self.device.type
+        )
+        self.placement = make_placement(config, world)
+
+    def prepare(self) -> None:
+        """Data, weights, attention, steps, optimizer, reference, and the state of a run that is resumed."""
+        config, kind = self.config, self.loss.inputs.kind
+        if config.model.trust_remote_code:
+            source = config.model.tokenizer_name_or_path or loading.source_of(config)
+            self.notice(f"model.trust_remote_code=true: code that comes with {source} runs here, with your rights.")
+        point = self.saver.find_point()
+        self.heartbeat.at("preparing the data", 0, patient=True)
+        self.tokenizer = loading.load_tokenizer(config)
+        self.datasets = load_datasets(
+            config, self.tokenizer, kind, self.world, self.checkpointer.wait_for_all, self.reporter
+        )
+        self.heartbeat.at("loading the weights", 0, patient=True)
+        self.policy = self.placement.build_model(config, self.tokenizer, DTYPES[config.model.policy_dtype])
+        for text in self.placement.describe(self.policy):
+            self.notice(text)
+        train, held_out = training_mixture(config, self.datasets["train"]), DatasetMixture(self.datasets["eval"])
+        self.kernel, self.full_forward = self.choose_attention(widest_unit(train, config.seed))
+        attention.use_attention(self.policy, self.kernel, self.full_forward)
+        budget = point.first_budget if point else None
+        if budget is None:  # ranks may differ in free memory
+            budget = min(gather_objects(token_budget(config, self.policy, self.device), self.world))
+        self.first_budget = budget
+        steps = make_steps(config, train, held_out, self.tokenizer, kind, self.placement, self.kernel, budget)
+        self.sampler, self.eval_sampler, self.idle_batch = steps.training, steps.held_out, steps.idle_batch
+        self.objective = Objective(self.loss, self.loss_options, self.policy)
+        self.evaluation: Evaluation | None = None
+        if self.eval_sampler is None:
+            self.notice("There are no held-out examples: nothing is evaluated or sampled.")
+        else:
+            self.evaluation = Evaluation(
+                config,
+                self.objective,
+                self.eval_sampler,
+                self.idle_batch,
+                self.datasets["eval"],
+                self.tokenizer,
+                self.placement,
+                self.reporter,
+            )
+        self.nonfinite = NonFiniteGuard(
+            config.guards, self.datasets["train"], self.tokenizer, self.run_dir, self.world, self.notice
+        )
+        self.reporter.total_examples = self.sampler.n_examples
+        self.optimizer = make_optimizer(config, self.placement.parameter_groups(self.policy))
+        self.heartbeat.at("computing the reference's log-probs", 0, patient=True)
+        self.objective.reference = self.make_reference()
+        self.movement = MovementWatch(self.policy)
+        if point is None:
+            self.reporter.load_state(None)
+            return
+        identity = identity_of(self.datasets, self.objective.reference)
+        self.state = self.saver.restore(point, self.policy, self.optimizer, self.sampler, identity)
+        self.movement = MovementWatch(self.policy, after=max(0, MovementWatch.UPDATES - self.state.updates))
+
+    def choose_attention(self, unit) -> tuple[str, bool]:
+        """(kernel, full_forward): how this model is scored, tried on a prompt with several responses."""
+        return choose_attention(self.config, self.tokenizer, self.placement, self.policy, unit, self.notice)
+
+    def make_reference(self) -> Reference | None:
+        """What policy log-probs are compared with; None where the loss needs none."""
+        if not self.loss.needs_reference(self.loss_options):
+            return None
+
+        def build_frozen(dtype: str) -> torch.nn.Module:
+            model = self.placement.build_model(self.config, self.tokenizer, DTYPES[dtype], frozen=True)
+            attention.use_attention(model, self.kernel, self.full_forward)
+            return model
+
+        samplers = {"train": self.sampler, "eval": self.eval_sampler}
+        return Reference(
+            self.config, self.policy, build_frozen, samplers, self.datasets, self.idle_batch, self.reporter, self.world
+        )
+
+    def save(self, again: bool = False) -> None:
+        """Write a checkpoint; `again`: a run resumed from it saves here once more, as an evaluation is due before."""
+        self.heartbeat.at("saving", self.state.updates, patient=True)
+        self.saver.save(
+            self.state,
+            self.policy,
+            self.optimizer,
+            self.tokenizer,
+            budget=self.sampler.budget,
+            first_budget=self.first_budget,
+            identity=identity_of(self.datasets, self.objective.reference),
+            again=again,
+            needs_state=self.stop_requested,
+        )
