@@ -13,6 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 KINDS = ("responses", "pairs", "unpaired", "group")
+# An example of each kind, as (first, second), of a prompt with a single response.
+ONE_RESPONSE = {"responses": (0, -1), "pairs": (0, 0), "unpaired": (0, -1), "group": (-1, -1)}
 
 
 def examples_of_kind(rows: np.ndarray, kind: str) -> np.ndarray:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from data.batching import MicroBatch, PromptUnit, pack, pad
+from data.examples import ONE_RESPONSE
 from data.sampler import BatchSampler, DatasetMixture
 from data.tokenization import load_tokenized
 from modeling.attention_kernels import is_packed
@@ -90,7 +92,7 @@ def make_steps(
         make_batch = partial(pack, share_prefix=share_prefix)
     else:
         make_batch = partial(pad, pad_token_id=tokenizer.pad_token_id)
-    layout = {
+    layout: dict[str, Any] = {
         "make_batch": make_batch,
         "rank": placement.data_rank,
         "n_ranks": placement.data_ranks,
@@ -113,7 +115,6 @@ def make_steps(
             held_out, config.eval_batch_size, shuffle="pairs", n_epochs=1, n_examples=config.n_eval_examples, **layout
         )
     token = np.array([tokenizer.eos_token_id], dtype=np.int32)
-    pair = {"responses": (0, -1), "pairs": (0, 0), "unpaired": (0, -1), "group": (-1, -1)}[kind]
-    idle_batch = make_batch([PromptUnit(0, 0, token, [token], [0], [pair])])
+    idle_batch = make_batch([PromptUnit(0, 0, token, [token], [0], [ONE_RESPONSE[kind]])])
     assert idle_batch is not None
     return RunSteps(training, evaluation, idle_batch.to(placement.device))
