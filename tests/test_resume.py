@@ -174,7 +174,7 @@ def test_preemption_saves_and_is_requeued(forge, calm, place, settings, number, 
 
 def test_one_wish_signalled_twice_is_one_and_a_second_wish_ends_at_once(forge, place):
     slow_save = SLOW_STEPS + (
-        "from checkpoint import step_writer\nsaving.hooks.append(lambda stage: stage == 'rng' and time.sleep(60))"
+        "from checkpoint import step_writer\nstep_writer.hooks.append(lambda stage: stage == 'rng' and time.sleep(60))"
     )
     run = forge.start(*SHORT, "checkpoint.every=1000", f"local_run_dir={place}", prepare=slow_save)
     run.wait_for(lambda: has_begun(run))
