@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 import settings
 import utils
 from checkpoint import run_folder
-from parallel import launch
+from parallel import failures, launch
 from settings import Settings, resume
 
 USERS_MISTAKE = 2  # exit code
@@ -61,9 +61,9 @@ def main(composed: DictConfig) -> float | None:
             config = settings.replace(config, {"wandb.group": os.path.basename(_sweep_dirs[-1])})
         if config.plan:
             if is_main_process():
-                from planning import memory_plan
+                from planning import command
 
-                memory_plan.print_plan(config)
+                command.print_plan(config)
             return None
         check_devices(config)
         return run(config, fresh_process=in_sweep)
@@ -174,8 +174,8 @@ def report_error(error: Exception, where: str = "", wants_traceback: bool = Fals
     if any(error is other for other in _reported):
         return code
     _reported.append(error)
-    if not is_main_process() and (message is not None or launch.is_follower(error)):
-        time.sleep(launch.FOLLOWER_DELAY_SECONDS)  # rank 0 most likely reports the same, and ends us meanwhile
+    if not is_main_process() and (message is not None or failures.is_follower(error)):
+        time.sleep(failures.FOLLOWER_DELAY_SECONDS)  # rank 0 most likely reports the same, and ends us meanwhile
     who = where if is_main_process() else f"{where}rank {joined_rank()}: "
     trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
     if message is None or wants_traceback:
@@ -199,7 +199,7 @@ def explain(error: Exception) -> str | None:
     """The message for the user about an error, or None if it is no mistake of the user's."""
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return explain_composition(error)
-    return str(error) if launch.is_users_mistake(error) else None
+    return str(error) if failures.is_users_mistake(error) else None
 
 
 def explain_composition(error: Exception) -> str:

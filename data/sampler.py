@@ -246,8 +246,3 @@ def widest_unit(mixture: DatasetMixture, seed: int) -> PromptUnit:
             unit.dataset, unit.group, unit.prompt, [unit.responses[0], other.responses[0]], [0, 1], [(0, 1)]
         )
     return unit
-
-
-def cpu_token_budget(threads: int) -> int:
-    """Tokens a micro-batch on a CPU: enough that summing up its gradients is a small part of it; more costs memory."""
-    return min(4096, max(512, 384 * threads))

@@ -54,20 +54,19 @@ class ShardLayout:
         return rank // self.tp
 
 
-def shard_layout(trainer: str, world_size: int, tp_size: int, strategy: str, replicas: int | None) -> ShardLayout:
-    """The grid of a world of processes.
+def layout_of(config: Settings, world_size: int) -> ShardLayout:
+    """The grid of a world of processes under a run's settings.
 
-    Args:
-        trainer, tp_size, strategy, replicas: as in the settings (fsdp.sharding_strategy, fsdp.replicas).
     Raises:
         ValueError: the world does not divide as the settings ask.
     """
-    if trainer == "BasicTrainer":
+    tp, strategy, replicas = config.tp_size, config.fsdp.sharding_strategy, config.fsdp.replicas
+    if config.trainer == "BasicTrainer":
         return ShardLayout()
-    if tp_size > 1:
-        if world_size % tp_size:
-            raise ValueError(f"tp_size={tp_size} does not divide the world of {world_size} processes")
-        return ShardLayout((("shard", world_size // tp_size), ("tp", tp_size)))
+    if tp > 1:
+        if world_size % tp:
+            raise ValueError(f"tp_size={tp} does not divide the world of {world_size} processes")
+        return ShardLayout((("shard", world_size // tp), ("tp", tp)))
     if strategy == "NO_SHARD":
         return ShardLayout((("replicate", world_size), ("shard", 1)))
     if strategy == "HYBRID_SHARD":
@@ -79,9 +78,3 @@ def shard_layout(trainer: str, world_size: int, tp_size: int, strategy: str, rep
             )
         return ShardLayout((("replicate", replicas), ("shard", world_size // replicas)))
     return ShardLayout((("shard", world_size),))
-
-
-def layout_of(config: Settings, world_size: int) -> ShardLayout:
-    """`shard_layout` of a run's settings."""
-    fsdp = config.fsdp
-    return shard_layout(config.trainer, world_size, config.tp_size, fsdp.sharding_strategy, fsdp.replicas)

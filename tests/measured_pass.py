@@ -18,7 +18,9 @@ from transformers import AutoConfig
 import settings
 from modeling.attention import use_attention
 from modeling.blocks import checkpoint_activations, find_blocks
-from planning import memory_plan, memory_trace
+from planning import trace
+from planning.batch_shape import BatchShape
+from planning.estimate import estimate
 
 
 class AsItIs:
@@ -28,7 +30,7 @@ class AsItIs:
         return tensor
 
 
-class TrueBytes(memory_trace.LiveBytes):
+class TrueBytes(trace.LiveBytes):
     """Adds up the storages at every operation: FSDP empties some without freeing them."""
 
     def __init__(self, known):
@@ -48,7 +50,7 @@ def resident(key: str) -> int:
 
 
 def build(model_settings, config, frozen=False):
-    model = memory_trace._build(model_settings, torch.float32)
+    model = trace.build_model(model_settings, torch.float32)
     if int(config.activation_checkpointing) and not frozen:
         checkpoint_activations(find_blocks(model, None), int(config.activation_checkpointing))
     use_attention(model, "packed_sdpa")
@@ -79,7 +81,7 @@ def measure(case):
         config = settings.finalize(
             compose("config", overrides=["model=tiny", "model.block_name=null", "device=cpu", *case["overrides"]])
         )
-    work = memory_trace.Work(case["unit"][0], tuple(case["unit"][1]), case["unit"][2])
+    work = BatchShape(case["unit"][0], tuple(case["unit"][1]), case["unit"][2])
     online = config.loss.name != "sft" and config.reference.mode == "online"
     small = AutoConfig.for_model(**{**case["model"], "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64})
     big = AutoConfig.for_model(**case["model"])
@@ -88,7 +90,7 @@ def measure(case):
     if case["fsdp"]:
         return measure_sharded(config, big, work, batch, case["fsdp"])
     warm_up = build(small, config)
-    one = memory_trace.Work(8, (8,) * len(work.responses), 1).batch(AsItIs(), True)
+    one = BatchShape(8, (8,) * len(work.responses), 1).batch(AsItIs(), True)
     steps(warm_up, warm_up if online else None, optimizer_of(config, warm_up), one, 1, one)
     del warm_up
     before = resident("VmRSS")
@@ -98,7 +100,7 @@ def measure(case):
         file.write("5")  # the high-water mark starts anew
     steps(policy, reference, optimizer_of(config, policy), batch, case["passes"], one)
     measured = resident("VmHWM") - before
-    plan = memory_plan.estimate(config, 1, kind="cpu", work=work, settings=big, single_pass=case["passes"] == 1)
+    plan = estimate(config, 1, kind="cpu", batch=work, model_config=big, single_pass=case["passes"] == 1)
     return {"measured": measured, "planned": plan.total - plan.parts["process"], "parts": plan.parts}
 
 
@@ -122,7 +124,7 @@ def measure_sharded(config, big, work, batch, ranks):
     optimizer = optimizer_of(config, policy)
     with counter:
         steps(policy, None, optimizer, batch, 1, batch)
-    plan = memory_plan.estimate(config, ranks, kind="cpu", work=work, settings=big, single_pass=True)
+    plan = estimate(config, ranks, kind="cpu", batch=work, model_config=big, single_pass=True)
     parts = dict(plan.parts)
     known = parts.pop("process") + parts["parameters"] + parts.pop("buffers")
     own = sum(t.numel() * t.element_size() for t in local)

@@ -18,6 +18,7 @@ import train
 import utils
 from checkpoint import run_folder
 from parallel import launch
+from parallel.failures import RankFailure
 from settings import resume
 
 # ---- Messages -------------------------------------------------------------------------------------------------------
@@ -203,16 +204,16 @@ def test_results_over_a_port():
 
 def test_the_rank_that_failed_first_is_shown():
     began = time.monotonic()
-    with pytest.raises(launch.RankFailure, match="rank 1 of 2 failed: this is where it began") as failure:
+    with pytest.raises(RankFailure, match="rank 1 of 2 failed: this is where it began") as failure:
         launch.launch(only_rank_1_fails, sharded_config())
     assert "only_rank_1_fails" in failure.value.trace and time.monotonic() - began < 40
-    with pytest.raises(launch.RankFailure, match="rank 1 of 2 .*SIGKILL"):
+    with pytest.raises(RankFailure, match="rank 1 of 2 .*SIGKILL"):
         launch.launch(rank_1_is_killed, sharded_config())
 
 
 def test_a_stuck_rank_is_ended(monkeypatch):
     monkeypatch.setattr(launch, "FAILURE_GRACE_SECONDS", 1.0)
-    with pytest.raises(launch.RankFailure, match="rank 1 of 2 failed: this is where it began"):
+    with pytest.raises(RankFailure, match="rank 1 of 2 failed: this is where it began"):
         launch.launch(rank_0_is_stuck, sharded_config())
 
 
@@ -399,7 +400,7 @@ def test_the_open_files_limit_is_raised():
         from parallel import launch
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-        launch._raise_open_files_limit()
+        launch.raise_open_files_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     """)
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,5 +1,6 @@
 """plan=true: the figures against what real passes take, the data's size, the verdict and the advice."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,8 +13,14 @@ from conftest import ROOT, compose_config
 
 import settings
 from modeling import loading
-from planning import memory_plan, memory_trace
-from planning.memory_trace import Work
+from planning import trace
+from planning.advice import advise
+from planning.batch_shape import BatchShape, fill
+from planning.data_figures import data_figures, whole_run
+from planning.estimate import ACCELERATOR_OVERHEAD, estimate
+from planning.optimizer_memory import optimizer_needs
+from planning.plan import USABLE
+from planning.token_budget import token_budget
 
 LLAMA = dict(
     model_type="llama",
@@ -123,15 +130,21 @@ def test_what_fsdp_holds_whole_is_as_planned(strategy, precision, model):
     assert found["planned"] == pytest.approx(found["measured"], rel=0.2), found
 
 
-def _settings(**changes):
+def _model_config(**changes):
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**{**LLAMA, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 500, **changes})
 
 
-def _estimate(*overrides, world=1, work=Work(32, (32, 32), 2), **more):
-    config = settings.finalize(compose_config("model=tiny", "loss=dpo", *overrides))
-    return memory_plan.estimate(config, world, work=work, settings=_settings(), **more)
+def _config(*overrides):
+    return settings.finalize(compose_config("model=tiny", "loss=dpo", *overrides))
+
+
+SMALL = BatchShape(32, (32, 32), 2)
+
+
+def _estimate(*overrides, world=1, batch=SMALL, **more):
+    return estimate(_config(*overrides), world, batch=batch, model_config=_model_config(), **more)
 
 
 @pytest.mark.parametrize(
@@ -159,22 +172,20 @@ def test_optimizer_state_is_what_the_optimizer_makes(name, arguments):
     truth = sum(
         t.numel() * 4 for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor) and t.ndim
     )
-    needs = memory_trace.optimizer_needs(name, arguments, torch.float32, foreach=False)
+    needs = optimizer_needs(name, arguments, torch.float32, foreach=False)
     assert sum(needs.state_bytes(shape) for shape in shapes) == truth
 
 
 def test_foreach_needs_room_for_all_parameters_at_once():
-    alone, together = (memory_trace.optimizer_needs("AdamW", {}, torch.float32, foreach) for foreach in (False, True))
+    alone, together = (optimizer_needs("AdamW", {}, torch.float32, foreach) for foreach in (False, True))
     assert alone.step_bytes([1000, 3000]) == alone.step_bytes([3000]) > 0
     assert together.step_bytes([1000, 3000]) == pytest.approx(together.step_bytes([4000]), abs=2) != 0
 
 
 def test_proportion_agrees_with_the_whole():
-    model, work = _settings(num_hidden_layers=8), Work(32, (32, 32), 6)
-    whole = memory_trace._trace(model, 8, work, torch.float32, 0, "kept", False, True, None).max()
-    assert memory_trace.pass_peaks(model, work, torch.float32, gradients="kept").max() == pytest.approx(whole, rel=0.02)
-    a_token = memory_trace.activation_bytes_per_token(model, work, torch.float32)
-    assert 0 < a_token * work.tokens <= whole
+    model, shape = _model_config(num_hidden_layers=8), BatchShape(32, (32, 32), 6)
+    whole = trace.trace_pass(model, 8, shape, torch.float32, 0, "kept", False, True, None).max()
+    assert trace.pass_peaks(model, shape, torch.float32, gradients="kept").max() == pytest.approx(whole, rel=0.02)
 
 
 def test_placements_divide_what_lasts():
@@ -210,26 +221,26 @@ def test_bfloat16_and_recomputing_take_less():
 
 
 def test_verdict_and_advice():
-    roomy = _estimate(kind="cuda", capacity=int(80e9), advise=True)
-    assert roomy.fits and not roomy.advice
-    wanted = dict(kind="cuda", work=Work(128, (128, 128), 1))
+    assert _estimate(kind="cuda", capacity=int(80e9)).fits
+    wanted = dict(kind="cuda", batch=BatchShape(128, (128, 128), 1))
     changes = ["reference.mode=online", "batch_size=16", "tokens_per_microbatch=6144"]
     more = _estimate(*changes, capacity=int(80e9), **wanted)
-    assert more.work.units == 16
-    enough = more.total - (more.total - memory_plan.ACCELERATOR_OVERHEAD) // 3
-    tight = _estimate(*changes, advise=True, capacity=int(enough / memory_plan.USABLE), **wanted)
+    assert more.batch.units == 16
+    enough = more.total - (more.total - ACCELERATOR_OVERHEAD) // 3
+    tight = _estimate(*changes, capacity=int(enough / USABLE), **wanted)
     assert tight.fits is False
-    assert any(fits for *_, fits in tight.advice)
-    words = " ".join(arguments for arguments, *_ in tight.advice)
+    advice = advise(_config(*changes), tight, _model_config())
+    assert any(fits for *_, fits in advice)
+    words = " ".join(arguments for arguments, *_ in advice)
     assert "tokens_per_microbatch" in words and "activation_checkpointing=true" in words
-    assert [fits for *_, fits in tight.advice[:-1]] == sorted((fits for *_, fits in tight.advice[:-1]), reverse=True)
+    assert [fits for *_, fits in advice[:-1]] == sorted((fits for *_, fits in advice[:-1]), reverse=True)
 
 
 def test_a_unit_larger_than_the_budget_runs_alone():
-    unit = Work(100, (100, 100), 1)
-    assert memory_plan.fill(unit, 8, 200).units == 1
-    assert memory_plan.fill(unit, 2, 10_000).tokens == 600
-    assert 900 <= memory_plan.fill(unit, 8, 1000).tokens <= 1000
+    unit = BatchShape(100, (100, 100), 1)
+    assert fill(unit, 8, 200).units == 1
+    assert fill(unit, 2, 10_000).tokens == 600
+    assert 900 <= fill(unit, 8, 1000).tokens <= 1000
 
 
 def test_data_is_estimated_first_and_exact_once_it_is_tokenised(tmp_path):
@@ -245,14 +256,14 @@ def test_data_is_estimated_first_and_exact_once_it_is_tokenised(tmp_path):
         )
     )
     tokenizer = loading.load_tokenizer(config)
-    sampled = memory_plan.data_figures(config, tokenizer)
+    sampled = data_figures(config, tokenizer)
     assert sampled.source.startswith("estimated")
     dataset = load_tokenized(config.datasets[0], "train", tokenizer, config, "pairs")
-    exact = memory_plan.data_figures(config, tokenizer)
+    exact = data_figures(config, tokenizer)
     assert exact.source.startswith("exact") and exact.examples == len(dataset)
     assert sampled.examples == pytest.approx(exact.examples, rel=0.05)
     assert sampled.tokens == pytest.approx(exact.tokens, rel=0.1)
-    examples, steps, tokens = memory_plan.whole_run(config, exact)
+    examples, steps, tokens = whole_run(config, exact)
     assert (examples, tokens) == (3 * len(dataset), 3 * exact.tokens)
     assert steps == 3 * -(-len(dataset) // config.batch_size)
 
@@ -293,7 +304,47 @@ def test_memory_of_a_device_belongs_to_a_plan(compose):
 
 def test_auto_takes_the_units_that_fit():
     changes = ["trainer=FSDPTrainer", "batch_size=64"]
-    unit = Work(128, (128, 128), 1)
-    plans = [_estimate(*changes, kind="cuda", capacity=int(gb * 1e9), work=unit) for gb in (1.6, 3, 80)]
+    unit = BatchShape(128, (128, 128), 1)
+    plans = [_estimate(*changes, kind="cuda", capacity=int(gb * 1e9), batch=unit) for gb in (1.6, 3, 80)]
     assert all(plan.fits for plan in plans)
-    assert plans[0].work.units < plans[1].work.units < plans[2].work.units == 64
+    assert plans[0].batch.units < plans[1].batch.units < plans[2].batch.units == 64
+
+
+@pytest.mark.parametrize("every", ["false", "true", "2", "4"])
+@pytest.mark.parametrize("layers", [6, 40])
+def test_what_the_automatic_budget_fills_fits_by_what_a_plan_counts(layers, every):
+    """A micro-batch of as many tokens as the trainers choose takes no more than what was free, however many blocks are
+    recomputed."""
+    free, unit = int(4e9), BatchShape(128, (128, 128), 1)
+    model = _model_config(num_hidden_layers=layers, hidden_size=512, intermediate_size=1536)
+    budget = token_budget(_config(f"activation_checkpointing={every}"), model, "cuda", free, threads=1)
+    shape = dataclasses.replace(unit, units=max(1, budget // unit.unit_tokens))
+    every = int(json.loads(every))
+    peak = trace.pass_peaks(model, shape, torch.float32, every=every, gradients="handed over").max()
+    assert 0.2 * free < peak < 0.7 * free or budget == 65536
+
+
+def test_a_plan_takes_the_budget_that_the_trainer_takes():
+    unit, capacity, overrides = BatchShape(128, (128, 128), 1), int(1.9e9), ["activation_checkpointing=2"]
+    sharded = ["trainer=FSDPTrainer", "batch_size=256", *overrides]
+    plan = _estimate(*sharded, world=2, kind="cuda", capacity=capacity, batch=unit)
+    free = capacity - ACCELERATOR_OVERHEAD - plan.parts["parameters"] - plan.parts["buffers"]
+    budget = token_budget(_config(*sharded), _model_config(), "cuda", free, threads=1)
+    assert plan.fits and 0.9 * budget < plan.batch.tokens <= budget < 65536 and not plan.notes[1:]
+    # One device repeats steps that do not fit in smaller passes, and the plan is that of the passes that fit.
+    alone = _estimate(*overrides, "batch_size=256", "optimizer=AdamW", kind="cuda", capacity=int(1.34e9), batch=unit)
+    assert alone.fits and any("repeated" in note for note in alone.notes)
+    given = _estimate(*overrides, "tokens_per_microbatch=700", kind="cpu", capacity=capacity, batch=unit)
+    assert given.batch.tokens <= 700
+
+
+def test_a_cpus_budget_depends_on_the_threads_of_a_rank(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        unit = BatchShape(128, (128, 128), 1)
+        plan = _estimate("batch_size=64", kind="cpu", capacity=int(80e9), batch=unit)
+    finally:
+        torch.set_num_threads(before)
+    assert 0.9 * 1536 < plan.batch.tokens <= token_budget(_config(), _model_config(), "cpu", None, 4) == 1536

@@ -12,8 +12,9 @@ from losses import find_loss
 from modeling import attention, loading
 from modeling.loading import DTYPES
 from modeling.reference import Reference
-from parallel import launch
+from parallel import rank_process
 from parallel.placement import make_placement
+from planning.token_budget import free_memory, token_budget
 from report.reporter import Reporter
 from settings import Settings, as_dict
 from training.attention_choice import choose_attention
@@ -27,7 +28,6 @@ from training.optimizer import LossScale, make_optimizer
 from training.run_saver import RunSaver, identity_of
 from training.run_state import TrainState
 from training.signals import SignalWatch
-from training.token_budget import token_budget
 from training.weight_movement import MovementWatch
 from utils import World, gather_objects, keep_freed_memory, seed_everything
 
@@ -59,7 +59,7 @@ class PreparedRun:
             self.notice(text)
         self.state = TrainState()
         self.stop_requested = False  # a signal came, on any rank
-        self.signals = SignalWatch(on_first=launch.hold_on)  # the parent then gives the time that a save takes
+        self.signals = SignalWatch(on_first=rank_process.hold_on)  # the parent then gives the time that a save takes
         patience = 0.8 * 60 * config.guards.collective_timeout_minutes
         self.heartbeat = Heartbeat(os.path.join(run_dir, ".heartbeat"), world.rank, world.size, patience)
         self.loss_scale = LossScale(config.model.fsdp_policy_mp == "float16")
@@ -89,7 +89,9 @@ class PreparedRun:
         attention.use_attention(self.policy, self.kernel, self.full_forward)
         budget = point.first_budget if point else None
         if budget is None:  # ranks may differ in free memory
-            budget = min(gather_objects(token_budget(config, self.policy, self.device), self.world))
+            free, threads = free_memory(self.device), torch.get_num_threads()
+            budget = token_budget(config, self.policy.config, self.device.type, free, threads)
+            budget = min(gather_objects(budget, self.world))
         self.first_budget = budget
         steps = make_steps(config, train, held_out, self.tokenizer, kind, self.placement, self.kernel, budget)
         self.sampler, self.eval_sampler, self.idle_batch = steps.training, steps.held_out, steps.idle_batch

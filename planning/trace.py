@@ -1,4 +1,4 @@
-"""Counts the memory of a pass without making it: shapes of parameters, peaks of activations, states of optimizers.
+"""Counts the memory of a pass without making it: shapes of parameters and peaks of activations.
 
 The model is built with its true widths from tensors that have a shape and no content, and a pass of the run itself (the
 packed rows, the scoring, the backward pass) is carried out on them while every tensor that comes and goes is counted.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 import weakref
 from contextlib import contextmanager
@@ -22,17 +21,13 @@ import numpy as np
 import torch
 
 import private_apis
-from data.batching import PromptUnit, pack, pad
 from modeling import attention, head
 from modeling.blocks import checkpoint_activations, find_blocks
+from planning.batch_shape import BatchShape
 
 # Kernels that need room of their own, beyond what they return: bytes of temporaries as a function of their arguments.
 _INSIDE_KERNELS = {torch.ops.aten.logsumexp.default: lambda args: args[0].numel() * args[0].element_size()}
 PHASES = ("forward", "reference", "head", "late blocks", "early blocks")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Counting live bytes
 
 
 class LiveBytes(private_apis.dispatch_mode()):
@@ -81,15 +76,11 @@ def _tensors_in(result):
             yield from _tensors_in(part)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model's shapes, and a pass over it, without content
-
-
 @contextmanager
-def model_without_content(settings, dtype: torch.dtype):
+def model_without_content(model_config, dtype: torch.dtype):
     """A model of a transformers configuration that has shapes and no numbers; valid within the block."""
     with _contentless():
-        yield _build(settings, dtype)
+        yield build_model(model_config, dtype)
 
 
 @contextmanager
@@ -98,11 +89,11 @@ def _contentless():
         yield mode
 
 
-def _build(settings, dtype: torch.dtype):
-    """The model of a transformers configuration; within `_contentless` its tensors take no memory."""
+def build_model(model_config, dtype: torch.dtype):
+    """The model of a transformers configuration with random weights; within `_contentless` they take no memory."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(copy.deepcopy(settings), dtype=dtype).eval()
+    return AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=dtype).eval()
 
 
 @dataclass
@@ -123,14 +114,14 @@ class Shapes:
         return sum(math.prod(shape) for group in self.groups for _, shape, _ in group)
 
 
-def parameter_shapes(settings, dtype: torch.dtype, block_name: str | None = None) -> Shapes:
+def parameter_shapes(model_config, dtype: torch.dtype, block_name: str | None = None) -> Shapes:
     """Shapes of all parameters, tied ones once, of a transformers configuration's model.
 
     Raises:
         ValueError: `block_name` is no class of the model.
     """
     with _contentless():
-        model = _build(settings, dtype)
+        model = build_model(model_config, dtype)
         blocks = find_blocks(model, block_name)
         owner = {parameter: index for index, block in enumerate(blocks, start=1) for parameter in block.parameters()}
         groups: list[list] = [[] for _ in range(len(blocks) + 1)]
@@ -140,49 +131,6 @@ def parameter_shapes(settings, dtype: torch.dtype, block_name: str | None = None
         output = model.get_output_embeddings()
         tied = output is not None and output.weight is model.get_input_embeddings().weight
         return Shapes(groups, buffers, type(model).__name__, tied)
-
-
-@dataclass(frozen=True)
-class Work:
-    """One micro-batch: `units` prompts of `prompt` tokens with responses of these lengths, on one rank."""
-
-    prompt: int
-    responses: tuple[int, ...]
-    units: int
-    share_prefix: bool = True
-
-    @property
-    def unit_tokens(self) -> int:
-        return self.prompt * (1 if self.share_prefix else len(self.responses)) + sum(self.responses)
-
-    @property
-    def tokens(self) -> int:
-        return self.units * self.unit_tokens
-
-    @property
-    def scored(self) -> int:
-        return self.units * sum(self.responses)
-
-    def batch(self, mode, packed: bool):
-        """The micro-batch's tensors, without content where `mode` is given."""
-        pair = (0, 1 if len(self.responses) > 1 else -1)
-        tokens = functools.partial(np.arange, dtype=np.int32)
-        units = [
-            PromptUnit(
-                0,
-                number,
-                tokens(self.prompt),
-                [tokens(n) for n in self.responses],
-                list(range(len(self.responses))),
-                [pair],
-            )
-            for number in range(self.units)
-        ]
-        batch = pack(units, self.share_prefix) if packed else pad(units, 0)
-        moved = {
-            name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)
-        }
-        return dataclasses.replace(batch, **moved)
 
 
 @contextmanager
@@ -195,10 +143,10 @@ def _head_bytes(n_bytes: int):
         head.HEAD_BYTES.update(before)
 
 
-def _trace(
-    settings,
+def trace_pass(
+    model_config,
     blocks_wanted: int,
-    work: Work,
+    shape: BatchShape,
     dtype: torch.dtype,
     every: int,
     gradients: str,
@@ -213,20 +161,20 @@ def _trace(
         gradients: "fresh" (they come into being in this pass), "kept" (an earlier pass left them; they count from the
             start) or "handed over" (each leaves as soon as it is complete, as under FSDP).
     """
-    settings = copy.deepcopy(settings)
-    inner = settings.get_text_config()
+    model_config = copy.deepcopy(model_config)
+    inner = model_config.get_text_config()
     inner.num_hidden_layers = blocks_wanted
     if getattr(inner, "layer_types", None):
         inner.layer_types = list(inner.layer_types)[:blocks_wanted]
     with _contentless() as mode, _head_bytes(0):
-        model = _build(settings, dtype)
+        model = build_model(model_config, dtype)
         blocks = find_blocks(model, block_name)
         if len(blocks) != blocks_wanted:
             raise RuntimeError(f"{type(model).__name__} cannot be built with {blocks_wanted} blocks")
         if every:
             checkpoint_activations(blocks, every)
         attention.use_attention(model, "packed_sdpa" if packed else "plain", full_forward=False)
-        batch = work.batch(mode, packed)
+        batch = shape.batch(mode, packed)
         counter = LiveBytes([*model.parameters(), *model.buffers()])
 
         def enter_when_reached(phase):
@@ -260,10 +208,10 @@ def _trace(
         return np.array([counter.peaks.get(phase, 0) for phase in PHASES], dtype=np.float64)
 
 
-def _cached_trace(settings, *rest) -> np.ndarray:
-    key = (settings.to_json_string(use_diff=False), *rest)
+def _cached_trace(model_config, *rest) -> np.ndarray:
+    key = (model_config.to_json_string(use_diff=False), *rest)
     if key not in _traces:
-        _traces[key] = _trace(settings, *rest)
+        _traces[key] = trace_pass(model_config, *rest)
     return _traces[key]
 
 
@@ -272,8 +220,8 @@ MANY_UNITS = 3
 
 
 def pass_peaks(
-    settings,
-    work: Work,
+    model_config,
+    shape: BatchShape,
     dtype: torch.dtype,
     *,
     every: int = 0,
@@ -283,14 +231,14 @@ def pass_peaks(
     block_name: str | None = None,
     n_blocks: int | None = None,
 ) -> np.ndarray:
-    """`_trace` of the whole model and micro-batch, by proportion where they are large. float64 [len(PHASES)], bytes."""
-    n_blocks = n_blocks or settings.get_text_config().num_hidden_layers
+    """`trace_pass` of the whole model and micro-batch, in proportion where they are large: float64 [len(PHASES)]."""
+    n_blocks = n_blocks or model_config.get_text_config().num_hidden_layers
 
     def at(blocks, units):
         return _cached_trace(
-            settings,
+            model_config,
             blocks,
-            dataclasses.replace(work, units=units),
+            dataclasses.replace(shape, units=units),
             dtype,
             every,
             gradients,
@@ -300,10 +248,10 @@ def pass_peaks(
         )
 
     def over_units(blocks):
-        if work.units <= MANY_UNITS:
-            return at(blocks, work.units)
+        if shape.units <= MANY_UNITS:
+            return at(blocks, shape.units)
         few, more = at(blocks, MANY_UNITS - 1), at(blocks, MANY_UNITS)
-        return more + (more - few) * (work.units - MANY_UNITS)
+        return more + (more - few) * (shape.units - MANY_UNITS)
 
     period = every or 1
     few, more = 2 * period, 3 * period
@@ -314,81 +262,9 @@ def pass_peaks(
     return high + (high - low) * (n_blocks - more) / period
 
 
-def logits_bytes(settings, work: Work, kind: str, dtype: torch.dtype) -> tuple[int, int]:
+def logits_bytes(model_config, shape: BatchShape, kind: str, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of the logits that exist at once, with their temporaries: (in the forward pass, in the backward pass)."""
-    columns = head.head_columns(work.scored, head.head_bytes(kind))
-    full = work.scored * min(columns, settings.get_text_config().vocab_size) * 4
+    columns = head.head_columns(shape.scored, head.head_bytes(kind))
+    full = shape.scored * min(columns, model_config.get_text_config().vocab_size) * 4
     low = 0 if dtype == torch.float32 else full // 2
     return 2 * full, full + low
-
-
-def activation_bytes_per_token(settings, work: Work, dtype: torch.dtype, **options) -> float:
-    """What one more token in a micro-batch adds to a pass's peak (activations kept for the backward pass), bytes."""
-    options.setdefault("gradients", "kept")
-    few, more = (pass_peaks(settings, dataclasses.replace(work, units=n), dtype, **options).max() for n in (5, 8))
-    return (more - few) / (3 * work.unit_tokens)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The optimizer
-
-
-@dataclass(frozen=True)
-class OptimizerNeeds:
-    """What an optimizer keeps and uses, found by letting it step on small parameters.
-
-    Attributes:
-        states: {number of dimensions: ((dimensions kept of the parameter's, bytes an element), ...)}, one a tensor.
-        temporaries: bytes used inside a step, a byte of the parameters that are worked on together.
-        together: whether all parameters are worked on together (foreach), or one after the other.
-    """
-
-    states: dict[int, tuple[tuple[tuple[int, ...], int], ...]]
-    temporaries: float
-    together: bool
-
-    def state_bytes(self, shape: tuple[int, ...]) -> int:
-        kept = self.states[min(len(shape), 3)]
-        return sum(math.prod(shape[d] for d in dims) * size for dims, size in kept)
-
-    def step_bytes(self, sizes: list[int]) -> int:
-        """Temporaries of a step over parameters of these bytes."""
-        return int(self.temporaries * (sum(sizes) if self.together else max(sizes, default=0)))
-
-
-def optimizer_needs(name: str, arguments: dict, dtype: torch.dtype, foreach: bool) -> OptimizerNeeds:
-    """Measure a class of torch.optim. foreach: whether it works on all parameters at once where it has the choice."""
-    arguments = {key: value for key, value in arguments.items() if key not in ("fused", "capturable")}
-    together = bool(arguments.pop("foreach", None) if arguments.get("foreach") is not None else foreach)
-    kind = getattr(torch.optim, name)
-
-    def stepped(shapes):
-        parameters = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
-        optimizer = kind(parameters, lr=1e-9, foreach=together, **arguments)
-        for _ in range(2):
-            for parameter in parameters:
-                parameter.grad = torch.full_like(parameter, 1e-3)
-            counter = LiveBytes(
-                [
-                    *parameters,
-                    *(p.grad for p in parameters),
-                    *(t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)),
-                ]
-            )
-            with counter:
-                optimizer.step()
-        return parameters, optimizer, max(counter.peaks.values())
-
-    # Dimensions that are different primes tell which of them a state tensor keeps.
-    primes = {1: (13,), 2: (7, 11), 3: (3, 5, 17), 0: ()}
-    states = {}
-    for n, shape in primes.items():
-        (parameter,), optimizer, _ = stepped([shape])
-        states[n] = tuple(
-            (tuple(shape.index(size) for size in value.shape if size != 1), value.element_size())
-            for value in optimizer.state[parameter].values()
-            if isinstance(value, torch.Tensor) and (value.ndim or n == 0)
-        )
-    shapes = [(64, 64)] * (6 if together else 1)
-    parameters, _, peak = stepped(shapes)
-    return OptimizerNeeds(states, peak / sum(p.numel() * p.element_size() for p in parameters), together)
