@@ -16,8 +16,7 @@ from test_settings import REFERENCE_COMMANDS
 import settings
 import train
 import utils
-from checkpoint import run_folder
-from parallel import launch
+from parallel import launch, spawn
 from parallel.failures import RankFailure
 from settings import resume
 
@@ -212,7 +211,7 @@ def test_the_rank_that_failed_first_is_shown():
 
 
 def test_a_stuck_rank_is_ended(monkeypatch):
-    monkeypatch.setattr(launch, "FAILURE_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(spawn, "FAILURE_GRACE_SECONDS", 1.0)
     with pytest.raises(RankFailure, match="rank 1 of 2 failed: this is where it began"):
         launch.launch(rank_0_is_stuck, sharded_config())
 
