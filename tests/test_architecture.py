@@ -26,7 +26,8 @@ LAYERS = (
     ("checkpoint",),
     ("modeling",),
     ("parallel",),
-    ("planning", "training"),
+    ("planning",),
+    ("training",),
     ("trainers",),
     ("train",),
 )

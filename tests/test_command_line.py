@@ -16,6 +16,7 @@ from test_settings import REFERENCE_COMMANDS
 import settings
 import train
 import utils
+from checkpoint import run_folder
 from parallel import launch, spawn
 from parallel.failures import RankFailure
 from settings import resume
