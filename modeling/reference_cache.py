@@ -80,7 +80,10 @@ class ReferenceCache:
                         others = self._read(dataset)
                         gaps = np.isnan(values)
                         values[gaps] = others[gaps]
-                    self._write(self._path(dataset), values)
+                    buffer = io.BytesIO()
+                    np.save(buffer, values)
+                    body = buffer.getvalue()
+                    write_atomically(self._path(dataset), MAGIC + _crc32(body) + body)
         except OSError as problem:
             self.notice(
                 f"The reference cache {self.folder} cannot be written ({problem.strerror}); "
@@ -109,13 +112,6 @@ class ReferenceCache:
         except (OSError, ValueError, EOFError) as problem:
             self.notice(f"The reference cache file {path} cannot be read ({problem}): computing it anew.")
         return nothing
-
-    @staticmethod
-    def _write(path: str, values: np.ndarray) -> None:
-        buffer = io.BytesIO()
-        np.save(buffer, values)
-        body = buffer.getvalue()
-        write_atomically(path, MAGIC + _crc32(body) + body)
 
 
 def _crc32(body: bytes) -> bytes:

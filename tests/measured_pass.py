@@ -106,15 +106,14 @@ def measure(case):
 
 def measure_sharded(config, big, work, batch, ranks):
     """FSDP2 on one rank of a simulated group, so that what it holds can be counted to the byte."""
-    import torch.distributed as dist
+    from private_torch import join_simulated_group
     from torch.distributed.fsdp import register_fsdp_forward_method
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from parallel.fsdp import apply_fsdp
     from parallel.placement import make_placement
     from utils import World
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    join_simulated_group(ranks)
     mesh = make_placement(config, World(0, ranks, 0, "cpu")).mesh
     policy = build(big, config)
     apply_fsdp(policy, find_blocks(policy, None), mesh, config, False, False)

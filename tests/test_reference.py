@@ -1,5 +1,6 @@
 """The reference cache: found when nothing changed, recomputed when anything did, never silently wrong."""
 
+import io
 import os
 import threading
 import zlib
@@ -114,6 +115,10 @@ def file_of(folder, key="tokens"):
     return folder / "weights" / f"{key}.logps"
 
 
+def write_file(path, body):
+    path.write_bytes(MAGIC + zlib.crc32(body).to_bytes(4, "big") + body)
+
+
 def check_refused(folder):
     notices = Notices()
     cache = open_cache(folder, notices=notices)
@@ -156,14 +161,15 @@ def test_a_file_with_bytes_appended_is_recomputed(tmp_path):
 @pytest.mark.parametrize("values", [np.zeros(5, np.float32), np.zeros((6, 1), np.float32), np.zeros(6, np.float64)])
 def test_another_shape_or_type_is_recomputed(tmp_path, values):
     filled(tmp_path)
-    ReferenceCache._write(str(file_of(tmp_path)), values)
+    np.save(body := io.BytesIO(), values)
+    write_file(file_of(tmp_path), body.getvalue())
     check_refused(tmp_path)
 
 
 @pytest.mark.parametrize("body", [b"", b"not an array", b"\x93NUMPY\x01\x00"])
 def test_a_sound_checksum_over_nonsense_is_recomputed(tmp_path, body):
     filled(tmp_path)
-    file_of(tmp_path).write_bytes(MAGIC + zlib.crc32(body).to_bytes(4, "big") + body)
+    write_file(file_of(tmp_path), body)
     check_refused(tmp_path)
 
 

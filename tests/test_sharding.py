@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import ROOT, free_port
+from private_torch import fsdp_options
 from runs import (
     LLAMA,
     MODELS,
@@ -233,23 +234,22 @@ def test_optimizers_that_cannot_work_on_shards_are_refused(folder, optimizer):
 
 
 def read_placement(world, folder, options):
-    """What FSDP2 was told for the blocks of a placed model, and this rank's share of its parameters."""
+    """What FSDP2 was given for the blocks of a placed model, and this rank's share of its parameters."""
     config = settings_of(folder, *options, f"world_size={world.size}")
     tokenizer = loading.load_tokenizer(config)
     place = make_placement(config, world)
     found = {}
     for frozen in (False, True):
         model = place.build_model(config, tokenizer, torch.float32, frozen)
-        states = [block._get_fsdp_state() for block in find_blocks(model, None)]
-        group = states[0]._fsdp_param_group
+        blocks = [fsdp_options(block) for block in find_blocks(model, None)]
         part, whole = count_held(model)
         found["reference" if frozen else "policy"] = {
-            "reshards": group.post_forward_mesh_info is not None,
-            "offloads": type(group.offload_policy).__name__,
-            "computes": group.mp_policy.param_dtype,
-            "reduces": group.mp_policy.reduce_dtype,
+            "reshards": blocks[0].reshards,
+            "offloads": type(blocks[0].offload_policy).__name__,
+            "computes": blocks[0].mp_policy.param_dtype,
+            "reduces": blocks[0].mp_policy.reduce_dtype,
             "share": part / whole,
-            "ahead": [len(state._states_to_forward_prefetch) for state in states],
+            "ahead": [options.prefetched for options in blocks],
             "checkpoints": [hasattr(block.forward, "func") for block in find_blocks(model, None)],
             "trains": any(p.requires_grad for p in model.parameters()),
         }
