@@ -194,7 +194,7 @@ def baseline(folder: Path, *overrides: str) -> Run:
 
 
 class ChangedPlacement:
-    """A trainer's placement with some methods replaced: trainer.placement = ChangedPlacement(trainer.placement, ...)."""
+    """A placement with some methods replaced: trainer.placement = ChangedPlacement(trainer.placement, ...)."""
 
     def __init__(self, placement, **methods):
         self.original = placement

@@ -76,7 +76,7 @@ import train
 
 def fake(config, run_dir, world):
     with open(os.path.join(run_dir, "metrics.jsonl"), "a") as file:
-        file.write(f"{{os.getpid()}} {{config.wandb.group}} {{world.size}} {{config.optimizer_kwargs['weight_decay']}}\\n")
+        print(os.getpid(), config.wandb.group, world.size, config.optimizer_kwargs["weight_decay"], file=file)
     if config.seed == 13:
         raise RuntimeError("bad luck")
     if config.seed == 14:

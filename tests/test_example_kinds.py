@@ -1,4 +1,4 @@
-"""A loss of each kind of input is one function and one yaml: examples, steps, metrics and gradients follow from the kind."""
+"""A loss of each kind of input is one function and one yaml; all else follows from the kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The named data sets, data sets of one's own, and data sets from the Hub: found by name, and what comes out of them."""
+"""The named data sets, data sets of one's own, and data sets from the Hub: found by name, and read."""
 
 import gzip
 import json

@@ -248,7 +248,8 @@ def test_a_signal_before_the_first_step_leaves_nothing(forge, place):
     run = forge.start(
         *SHORT,
         f"local_run_dir={place}",
-        prepare="import time\nfrom modeling import loading\nloading.load_model = lambda *_: (print('loading', flush=True), time.sleep(60))",
+        prepare="import time\nfrom modeling import loading\n"
+        "loading.load_model = lambda *_: (print('loading', flush=True), time.sleep(60))",
     )
     run.wait_for(lambda: "loading" in run.text)
     os.kill(run.pid, signal.SIGTERM)

@@ -338,7 +338,7 @@ def test_a_tensor_parallel_rank_holds_its_part_of_the_matrices(folder, pools):
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma", "phi"])
 def test_tensor_parallel_architectures_train_as_on_one_device(folder, pools, tmp_path, kind):
-    """Among them norms over a head's width, whose gradients the ranks have parts of (qwen3), and biases (phi, qwen2)."""
+    """Among them norms over a head's width, whose gradients the ranks have parts of (qwen3); biases (phi, qwen2)."""
     save_model(tmp_path / "model", kind)
     options = ["model=blank_model", f"model.name_or_path={tmp_path}/model", *STRONG]
     alone = train(folder, *options)

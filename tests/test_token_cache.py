@@ -30,7 +30,9 @@ def test_a_warm_cache_reads_no_rows(tmp_path, gpt2, monkeypatch):
 
 
 def test_the_key_follows_what_matters_and_nothing_else(tmp_path, gpt2):
-    def folder(rows=(pair(" the" * 30, " sky", " fox"),), tokenizer=gpt2, sft=False, extra=None, **options):
+    usual = (pair(" the" * 30, " sky", " fox"),)
+
+    def folder(rows=usual, tokenizer=gpt2, sft=False, extra=None, **options):
         path = dump(tmp_path, list(rows))
         return load_tokenized(
             path, "train", tokenizer, {**config(tmp_path, **options), **(extra or {})}, "responses" if sft else "pairs"
