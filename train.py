@@ -24,7 +24,7 @@ from parallel import failures, launch
 from settings import Settings, resume
 
 USERS_MISTAKE = 2  # exit code
-# Mappings whose keys are the user's. Hydra would want a + before a key that the files do not have.
+# Mappings with keys of the user's own. Hydra would want a + before a key that the files do not have.
 FREE_KEYS = tuple(f"{name}." for name, key in settings.SCHEMA.items() if key.free)
 GROUPS = ("model", "loss", "fsdp", "experiment")
 

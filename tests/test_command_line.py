@@ -59,15 +59,15 @@ def test_a_traceback_on_request(command):
 
 
 def test_help_and_cfg(command, tmp_path):
-    told = command("--help").stdout
+    help_text = command("--help").stdout
     for word in ("experiment=quickstart", "loss.beta", "batch_size", "model: blank_model", "resume=RUN_FOLDER"):
-        assert word in told
+        assert word in help_text
     shown = command(*REFERENCE_COMMANDS[3].split(), "--cfg", "job").stdout
     assert OmegaConf.create(shown).model.name_or_path == "EleutherAI/pythia-6.9b"
     assert os.listdir(tmp_path) == []
 
 
-# ---- Sweeps and results, with a trainer that only says what it was given --------------------------------------------
+# ---- Sweeps and results, with a trainer that only writes down what it was given --------------------------------------------
 
 SCRIPT = """
 import os, sys
@@ -217,7 +217,7 @@ def test_a_stuck_rank_is_ended(monkeypatch):
         launch.launch(rank_0_is_stuck, sharded_config())
 
 
-def test_a_users_mistake_in_a_rank_is_told_as_one():
+def test_a_users_mistake_in_a_rank_is_reported_as_one():
     with pytest.raises(ValueError, match="^lr=7 is not allowed; allowed: less$") as error:
         launch.launch(only_rank_1_is_mistaken, sharded_config())
     assert error.value.trace.startswith("Traceback")
@@ -284,10 +284,10 @@ from test_command_line import sharded_config, total_rank
 if __name__ == "__main__":
     config = sharded_config(seed=int(os.environ["RANK"]) if sys.argv[1] == "differ" else 0)
     try:
-        said = f"result {{launch.launch(total_rank, config, 'folder')}}"
+        text = f"result {{launch.launch(total_rank, config, 'folder')}}"
     except ValueError as error:
-        said = f"told {{error}}"
-    os.write(1, (said + "\\n").encode())  # in one piece
+        text = f"refused {{error}}"
+    os.write(1, (text + "\\n").encode())  # in one piece
 """
 
 
@@ -295,7 +295,7 @@ if __name__ == "__main__":
     "how, expected",
     [
         ("same", "result [2.0, 1.0, 'folder']"),
-        pytest.param("differ", "told the configuration differs between the processes", marks=pytest.mark.slow),
+        pytest.param("differ", "refused the configuration differs between the processes", marks=pytest.mark.slow),
     ],
 )
 def test_joining_torchrun(tmp_path, how, expected):
@@ -338,7 +338,7 @@ def test_local_dirs(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["second"], "names only: nothing is made"
 
 
-def test_an_unwritable_place_is_told(tmp_path):
+def test_an_unwritable_place_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="local_dirs"):
         utils.make_run_dir("x", [str(tmp_path / "file")])
