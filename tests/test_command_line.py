@@ -24,6 +24,12 @@ from settings import resume
 # ---- Messages -------------------------------------------------------------------------------------------------------
 
 
+def seconds_of_children() -> float:
+    """Processor time: unlike the wall clock it does not depend on what else the machine does."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -37,9 +43,9 @@ from settings import resume
     ],
 )
 def test_one_message_and_nothing_left(command, tmp_path, arguments, words):
-    began = time.monotonic()
+    began = seconds_of_children()
     done = command(*arguments)
-    assert time.monotonic() - began < 5
+    assert seconds_of_children() - began < 5
     assert done.returncode == 2
     assert [word for word in words if word not in done.stderr] == []
     assert done.stderr.count("error:") == 1 and len(done.stderr.splitlines()) == 1
