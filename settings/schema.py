@@ -17,6 +17,8 @@ LARGEST_SEED = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
+    """Where the policy and the reference come from, and the types they are kept and computed in."""
+
     name_or_path: str = key("Hub name, local folder or .gguf")
     local_copy: str | None = key("folder used instead of name_or_path when it exists")
     random_config: dict[str, Any] | None = key("random weights: a transformers config")
@@ -37,12 +39,16 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
+    """The objective, and the options that its function declares (losses/)."""
+
     name: str = key("objective")
     options: dict[str, Any] = rest("the loss's own keys, by name")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpSettings:
+    """How FSDP2 splits the model over devices."""
+
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = key("what is split")
     replicas: int | None = key("HYBRID_SHARD: copies of the model; null: one a node", low=1)
     cpu_offload: bool = key("parameters, gradients, optimizer in host memory")
@@ -54,6 +60,8 @@ class FsdpSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
+    """How data sets are found, read, cut and cached."""
+
     paths: dict[str, str] = key("local copies: name: path")
     columns: dict[str, Any] = key("your column names: usual name: yours, for all or under a data set's name")
     plugins: tuple[str, ...] = key("modules or .py files that register data sets of your own")
@@ -68,12 +76,16 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSettings:
+    """The frozen model that the policy is compared with."""
+
     mode: Literal["cached", "online"] = key("log-probs computed once, or a live model")
     cache_dir: str | None = key("where they are kept; null: under the local dir", may_change=True, per_node=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
+    """How held-out prompts are continued at evaluations."""
+
     temperature: float = key("0: the likeliest token", low=0, may_change=True)
     top_p: float = key("probability mass drawn from", low=0, high=1, may_change=True)
     max_new_tokens: int = key("longest continuation, tokens", low=1, may_change=True)
@@ -82,6 +94,8 @@ class SamplingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStoppingSettings:
+    """When to stop before the end."""
+
     metric: str | None = key("stop when it no longer gets better; null: never", may_change=True)
     patience: int = key("evaluations without improvement", low=1, may_change=True)
     min_delta: float = key("a smaller change is none", low=0, may_change=True)
@@ -90,6 +104,8 @@ class EarlyStoppingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
+    """What is saved, when, and how much of it is kept."""
+
     formats: tuple[str, ...] = key("what is written: state, policy, hf", may_change=True)
     every: int | None = key("examples between checkpoints; null: eval_every", low=1, may_change=True)
     every_minutes: float | None = key("and also after this many minutes", low=0, open=True, may_change=True)
@@ -101,6 +117,8 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WandbSettings:
+    """Weights & Biases."""
+
     enabled: bool = key("online if logged in, else offline", may_change=True)
     entity: str | None = key("wandb team or user", may_change=True)
     project: str = key("wandb project", may_change=True)
@@ -109,6 +127,8 @@ class WandbSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
+    """What ends a run, or a step, that goes wrong."""
+
     on_nonfinite: Literal["stop", "skip"] = key("at a loss or gradient that is not finite", may_change=True)
     max_nonfinite_steps: int = key("how often to skip", low=0, may_change=True)
     collective_timeout_minutes: float = key("longest wait for another rank", low=0, open=True, may_change=True)

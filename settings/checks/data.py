@@ -1,6 +1,5 @@
 """Checks of the data sets, batches and the length of training."""
 
-from data import sources
 from settings.checks.common import looks_like_path, must_exist
 from settings.key import is_number
 from settings.messages import near_miss, show
@@ -39,6 +38,8 @@ def check(settings: Settings) -> None:
             f"gradient_accumulation_steps={settings.gradient_accumulation_steps} is more than "
             f"batch_size={settings.batch_size}: a pass needs an example at least"
         )
+    from data import sources  # here, because a mistake found before this point is reported sooner without it
+
     sources.check_dataset_names(settings.datasets, settings)
 
 
