@@ -23,7 +23,7 @@ What it holds of model and optimizer: state.py. What the folders look like: step
 import re
 import shlex
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from checkpoint.state import (
     to_host,
 )
 from checkpoint.step_writer import FORMATS, Save, attempt, reached
+from settings.schema import CheckpointSettings
 
 DEFAULT_BEST_METRIC = "loss/eval"
 # A rank may write hundreds of GB while the others wait for it; a dead rank is noticed by its closed connection anyway.
@@ -50,7 +51,7 @@ PATIENCE = timedelta(hours=6)
 class Checkpointer:
     """See the top of the file. `settings` is config.checkpoint; `notice` is called with text that the user must see."""
 
-    def __init__(self, run_dir, settings, world, notice=print, watched=None):
+    def __init__(self, run_dir, settings: CheckpointSettings, world, notice=print, watched=None):
         """`watched`: (metric, "min" or "max") by which the best is kept if the settings name none."""
         self.run_dir, self.world, self.notice = Path(run_dir), world, notice
         self.formats = tuple(settings.formats)
@@ -59,7 +60,7 @@ class Checkpointer:
         if watched and settings.best_metric in (None, watched[0]):
             self.best_metric, self.best_mode = watched
         self.problem = None  # of the last save that ended; None if it went well
-        self._pending = None
+        self._pending: tuple[Save, Future] | None = None
         self._group = self._background = self._executor = self._lock = None
         if world.size > 1:
             # Groups of its own: the waiting times differ from those of training, and a save in the background must
