@@ -1,4 +1,4 @@
-"""The layout of the code: which package may import which, what starting up costs.
+"""The layout of the code: which package may import which, how long files and classes get, what starting up costs.
 
 docs/architecture.md describes the layers; LAYERS is where they are written down for the machine.
 """
@@ -34,7 +34,7 @@ LAYERS = (
 # preference_datasets.py is part of the data layer: the two import each other's modules, without cycles.
 TOGETHER = ({"data", "preference_datasets"},)
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-MAX_TOP_LEVEL_MODULES = 8
+MAX_FILE_LINES, MAX_CLASS_LINES, MAX_TOP_LEVEL_MODULES = 450, 250, 8
 
 
 def python_files() -> list[Path]:
@@ -133,6 +133,23 @@ def test_no_cycles():
 
     for module in MODULES:
         visit(module, ())
+
+
+def test_files_and_classes_stay_short():
+    wrong = []
+    for path in [
+        *MODULES.values(),
+        *sorted((ROOT / "benchmarks").glob("*.py")),
+        *sorted(ROOT.glob("examples/**/*.py")),
+    ]:
+        text = path.read_text(encoding="utf-8")
+        name, lines = path.relative_to(ROOT), len(text.splitlines())
+        if lines > MAX_FILE_LINES:
+            wrong.append(f"{name} has {lines} lines, more than {MAX_FILE_LINES}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and (length := node.end_lineno - node.lineno + 1) > MAX_CLASS_LINES:
+                wrong.append(f"{name}: class {node.name} has {length} lines, more than {MAX_CLASS_LINES}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_drawing_in_the_documents_is_right():
