@@ -73,7 +73,7 @@ def is_follower(error: BaseException) -> bool:
 def users_error(message: str, rank: int, trace: str) -> ValueError:
     """A ValueError that carries what a rank reported to the user."""
     error = ValueError(message)
-    error.reported_by_rank, error.trace = rank, trace
+    vars(error).update(reported_by_rank=rank, trace=trace)
     return error
 
 

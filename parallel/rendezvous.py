@@ -15,7 +15,9 @@ class Rendezvous:
     """
 
     def __init__(self, port: int | None):
-        self.port, self.descriptor, self.folder = port, None, None
+        self.port = port
+        self.descriptor: int | None = None
+        self.folder: str | None = None
 
     def __enter__(self) -> str:
         if self.port is not None:
@@ -38,6 +40,6 @@ def srun_address() -> str:
     env = os.environ
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
     first = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)  # of gpu[01-04,07],other
-    address = env.get("MASTER_ADDR") or first.group(1) + (first.group(2) or "")
+    address = env.get("MASTER_ADDR") or (first.group(1) + (first.group(2) or "") if first else nodes)
     job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or "0"
     return f"tcp://{address}:{env.get('MASTER_PORT') or 20000 + int(job) % 20000}"

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from multiprocessing import connection
+from typing import Any
 
 from parallel.failures import RankFailure, Report, describe_death, users_error
 from parallel.rank_process import rank_main
@@ -27,19 +28,20 @@ def spawn(function, config: Settings, run_dir, devices: list[str], group: str | 
     import torch.multiprocessing as multiprocessing
 
     context = multiprocessing.get_context("spawn")
-    size, ranks = len(devices), []
+    size = len(devices)
+    ranks: list[_Rank] = []
     with Rendezvous(None if group is None else config.fsdp_port) as meeting, _Signals(ranks) as signals:
         try:
-            for rank, device in enumerate(devices):
+            for number, device in enumerate(devices):
                 here, there = context.Pipe()
                 process = context.Process(
                     target=rank_main,
-                    name=f"rank-{rank}",
+                    name=f"rank-{number}",
                     args=(
                         function,
                         config,
                         run_dir,
-                        World(rank, size, rank, device),
+                        World(number, size, number, device),
                         meeting if group else None,
                         size,
                         os.getpid(),
@@ -48,7 +50,7 @@ def spawn(function, config: Settings, run_dir, devices: list[str], group: str | 
                 )
                 process.start()
                 there.close()
-                ranks.append(_Rank(rank, process, here))
+                ranks.append(_Rank(number, process, here))
                 if signals.received:
                     break
             _wait(ranks, signals)
@@ -120,7 +122,9 @@ class _Signals:
     NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self, ranks: list[_Rank]):
-        self.ranks, self.received, self.since, self.old = ranks, [], 0.0, {}
+        self.ranks, self.since = ranks, 0.0
+        self.received: list[int] = []
+        self.old: dict[int, Any] = {}
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
@@ -152,7 +156,7 @@ def _wait(ranks: list[_Rank], signals: _Signals) -> None:
         if all(rank.done for rank in ranks):
             return
         now = time.monotonic()
-        if failed_at is None and any(rank.failed and rank.report.kind == "error" for rank in ranks):
+        if failed_at is None and any(rank.report is not None and rank.report.kind == "error" for rank in ranks):
             failed_at = now
         if ending_at is None and any(rank.report for rank in ranks):
             ending_at = now
@@ -184,7 +188,6 @@ def _outcome(ranks: list[_Rank], signals: _Signals):
             raise KeyboardInterrupt
         if errors or codes or not reports:
             raise SystemExit(codes[0] if codes else 128 + signals.received[0])
-    reports = [rank.report for rank in ranks]
     if errors:
         # Where it began: the earliest error that is not a rank's complaint about another one.
         first = min(errors, key=lambda report: (report.is_follower, report.time))
@@ -195,4 +198,5 @@ def _outcome(ranks: list[_Rank], signals: _Signals):
         )
     if codes:
         raise SystemExit(codes[0])
-    return reports[0].value
+    assert ranks[0].report is not None
+    return ranks[0].report.value

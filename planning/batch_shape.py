@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +39,7 @@ class BatchShape:
     def batch(self, mode, packed: bool):
         """The micro-batch's tensors, without content where `mode` is given."""
         pair = (0, 1 if len(self.responses) > 1 else -1)
-        tokens = functools.partial(np.arange, dtype=np.int32)
+        tokens: Callable[[int], np.ndarray] = functools.partial(np.arange, dtype=np.int32)
         units = [
             PromptUnit(
                 0,
@@ -51,6 +52,7 @@ class BatchShape:
             for number in range(self.units)
         ]
         batch = pack(units, self.share_prefix) if packed else pad(units, 0)
+        assert batch is not None  # there are units
         moved = {
             name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections import Counter
@@ -81,7 +82,8 @@ def _cached_figures(config: Settings, datasets) -> DataFigures:
         n_epochs=1,
         share_prefix=config.prefix_sharing,
     )
-    tokens, seen = 0, []
+    tokens = 0
+    seen: list[tuple[int, tuple[int, ...]]] = []
     for step in range(sampler.n_steps):
         units = mixture.units(sampler.example_indices(step))
         tokens += sum(unit.cost(config.prefix_sharing) for unit in units)
@@ -99,6 +101,10 @@ def _responses_of_examples(pairs: list[tuple[int, int]], kind: str) -> list[list
     return [[number for number in row[1:] if number >= 0] or every for row in examples_of_kind(rows, kind).tolist()]
 
 
+def _first_groups(read, counts):
+    return itertools.islice(read(counts), SAMPLE)
+
+
 def _sampled_figures(config: Settings, tokenizer, kind: str) -> DataFigures:
     from data.chat_templates import read_chat_template
     from data.sources import open_source
@@ -113,9 +119,7 @@ def _sampled_figures(config: Settings, tokenizer, kind: str) -> DataFigures:
     for name in config.datasets:
         source = open_source(name, "train", config, sft)
         limits = Limits(config.max_length, config.max_prompt_length, source.truncation, config.data.on_overlong)
-        sample = dataclasses.replace(
-            source, reader=lambda counts, read=source.reader: itertools.islice(read(counts), SAMPLE), counts=Counter()
-        )
+        sample = dataclasses.replace(source, reader=functools.partial(_first_groups, source.reader), counts=Counter())
         n_examples = sample_tokens = 0
         for group in itertools.chain.from_iterable(tokenized_chunks(sample, encoder, limits, sft, Counter())):
             for numbers in _responses_of_examples(group.pairs, kind):
@@ -125,7 +129,8 @@ def _sampled_figures(config: Settings, tokenizer, kind: str) -> DataFigures:
                 seen.append(lengths)
                 n_examples += 1
         groups, until, complete = 0, time.monotonic() + PATIENCE, True
-        for groups, _ in enumerate(source.groups(), start=1):
+        for _ in source.groups():
+            groups += 1
             if time.monotonic() > until:
                 complete = False
                 break

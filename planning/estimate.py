@@ -218,7 +218,7 @@ class _Estimator:
         """(activations, logits, what FSDP2 holds whole) when their sum is highest in a pass, bytes."""
         gradients = "handed over" if self.layout.sharded else "fresh" if single_pass else "kept"
         all_gradients = sum(self.model.sizes)
-        held = np.append(self._traced(shape, gradients), 0.0)
+        held: np.ndarray = np.append(self._traced(shape, gradients), 0.0)
         if gradients != "handed over":
             held[:-1] -= all_gradients  # they count among what lasts
         elif single_pass:
@@ -231,7 +231,7 @@ class _Estimator:
         logits = np.array([forward, forward if self.online else 0, backward, 0, 0, 0], dtype=np.float64)
         whole = self._held_whole() if self.layout.sharded else np.zeros(len(PHASES) + 1)
         worst = int(np.argmax(held + logits + whole))
-        return held[worst], logits[worst], whole[worst]
+        return float(held[worst]), float(logits[worst]), float(whole[worst])
 
     def _traced(self, shape: BatchShape, gradients: str) -> np.ndarray:
         """Bytes of activations and, but for "handed over", gradients in each of PHASES."""
@@ -353,6 +353,7 @@ def estimate(
     plan = filled(budget)
     # One device repeats a step that does not fit in smaller micro-batches; on many the run would end.
     while config.tokens_per_microbatch == "auto" and not layout.sharded and plan.fits is False and plan.batch.units > 1:
+        assert budget is not None  # auto
         budget //= 2
         plan = filled(budget)
     if budget != first_budget:

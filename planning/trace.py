@@ -30,7 +30,7 @@ _INSIDE_KERNELS = {torch.ops.aten.logsumexp.default: lambda args: args[0].numel(
 PHASES = ("forward", "reference", "head", "late blocks", "early blocks")
 
 
-class LiveBytes(private_apis.dispatch_mode()):
+class LiveBytes(private_apis.dispatch_mode()):  # type: ignore[misc]
     """Counts the bytes of all tensors created while it is on, and their highest sum in each phase.
 
     Args:
