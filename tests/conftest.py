@@ -72,3 +72,31 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def forge(tmp_path_factory):
+    from fault_runs import Forge
+
+    with Forge(tmp_path_factory.mktemp("faults")) as forge:
+        yield forge
+
+
+@pytest.fixture
+def calm(forge, request):
+    """Makes the undisturbed run of some settings, once; gives its folder."""
+    made = forge.__dict__.setdefault("made", {})
+
+    def make(*settings):
+        if settings not in made:
+            made[settings] = forge.folder / f"calm-{len(made)}"
+            forge.run(*settings, f"local_run_dir={made[settings]}")
+        return made[settings]
+
+    return make
+
+
+@pytest.fixture
+def place(forge, request):
+    """A run folder of this test's own."""
+    return forge.folder / "".join(c if c.isalnum() else "-" for c in request.node.name)

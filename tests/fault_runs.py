@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import select
 import signal
 import subprocess
@@ -26,7 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [entry for entry in (str(ROOT), str(ROOT / "tests")) if entry not in sys.path]
 
 # Values that differ between two runs of the same thing.
-CLOCKED = ("time", "examples_per_second", "tokens_per_second", "memory/peak_gb")
 SUBJECTS = (
     "rain",
     "bread",
@@ -110,7 +108,7 @@ FSDP = ("trainer=FSDPTrainer", "world_size=2")
 
 
 def serve() -> None:
-    """The forge's process: forks a run for each line it reads, and tells its process id and its exit code."""
+    """The forge's process: forks a run for each line it reads, and reports its process id and its exit code."""
     import ctypes
 
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: an orphan becomes a child of this process, and is seen
@@ -341,9 +339,9 @@ class Forge:
             return False
         line = self.process.stdout.readline()
         assert line, "the forge is gone"
-        said = json.loads(line)
-        run = self.started[said["id"]]
-        run.pid, run.code = said.get("pid", run.pid), said.get("code", run.code)
+        report = json.loads(line)
+        run = self.started[report["id"]]
+        run.pid, run.code = report.get("pid", run.pid), report.get("code", run.code)
         return True
 
     def orphans(self) -> list[int]:
@@ -354,171 +352,22 @@ class Forge:
         return left
 
 
-# ---- What a run left ------------------------------------------------------------------------------------------------
+# ---- Settings of short runs ------------------------------------------------------------------------------------------
+
+QUIET = ("sample_during_eval=false",)
+SHORT = (*QUIET, "n_epochs=1", "schedule=constant", "checkpoint.formats=[state]")  # 6 steps, saves after 2, 4 and 6
+SLOW_STEPS = """
+import time, trainers
+step = trainers.BasicTrainer.train_step
+def slow(self, *arguments):
+    time.sleep(0.3)
+    return step(self, *arguments)
+trainers.BasicTrainer.train_step = slow
+"""
 
 
-def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
-    """A run's lines without what the clock has a part in."""
-    rows = [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key not in CLOCKED} for row in rows]
-
-
-def tensors(step: Path) -> dict:
-    """Everything that a step folder's state/ holds: weights, optimizer, generators, the trainer's numbers."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    from checkpoint.archives import InertReader
-
-    stored = InertReader(step / "state").read_metadata().state_dict_metadata
-    found = {key: torch.empty(meta.size, dtype=meta.properties.dtype) for key, meta in stored.items()}
-    dcp.load(found, storage_reader=InertReader(step / "state"), no_dist=True)
-    saved = torch.load(step / "state" / "trainer.pt", weights_only=True)
-    saved["trainer"].pop("reporter")  # sizes of files in which there are times
-    found |= {f"rng {path.name}": torch.load(path, weights_only=True) for path in (step / "state").glob("rng-*.pt")}
-    return found | {"trainer": saved}
-
-
-def equal(one, other) -> bool:
-    """Whether nested containers hold the same, tensors to the last bit."""
-    import torch
-
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
-
-
-def differences(one: Path, other: Path) -> list[str]:
-    """In what two finished runs differ, in words: empty for the same run twice."""
-    wrong = []
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        if lines(one, name) != lines(other, name):
-            wrong.append(f"{name} has other lines ({len(lines(one, name))} and {len(lines(other, name))})")
-    last = [os.readlink(Path(folder) / "LATEST") for folder in (one, other)]
-    if last[0] != last[1]:
-        return [*wrong, f"LATEST is {last[0]} and {last[1]}"]
-    first, second = (tensors(Path(folder) / last[0]) for folder in (one, other))
-    wrong += [f"state of {key}" for key in sorted({*first, *second}) if not equal(first.get(key), second.get(key))]
-    return wrong
-
-
-def leftovers(folder: Path) -> list[str]:
-    """Temporary files and folders below a folder."""
-    return [
-        str(path.relative_to(folder))
-        for path in Path(folder).rglob("*")
-        if ".tmp" in path.name or path.name.endswith(".replaced") or path.name == ".heartbeat"
-    ]
-
-
-# ---- Killing over and over ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Counts:
-    """What was done to runs, and how many came through."""
-
-    kills: int = 0
-    in_a_save: int = 0
-    by: dict[str, int] = field(default_factory=dict)
-    stages: dict[str, int] = field(default_factory=dict)
-    finished: int = 0
-    resumed: int = 0
-    wrong: list[str] = field(default_factory=list)
-
-    def add(self, run: Started, how: str) -> None:
-        self.kills += 1
-        self.by[how] = self.by.get(how, 0) + 1
-        if run.in_a_save:
-            self.in_a_save += 1
-            self.stages[run.stage] = self.stages.get(run.stage, 0) + 1
-
-
-def kill_and_resume(
-    forge: Forge,
-    settings: tuple[str, ...],
-    kills: int,
-    seed: int,
-    say=lambda text: None,
-    ways: tuple[str, ...] = ("time", "time", "folder", "hook", "hook", "rank"),
-) -> Counts:
-    """Kill runs of these settings `kills` times in all and resume them each time, until they finish; compare.
-
-    Ways to kill: at a random time ("time"), a random moment after a save's folder appears ("folder"), at a random stage
-    of a random save ("hook"), all of them every process of the run; and one rank alone, at a random time ("rank": with
-    one process it is "time").
-    """
-    chance, counts = random.Random(seed), Counts()
-    calm = forge.folder / f"undisturbed-{seed}"
-    started = time.monotonic()
-    forge.run(*settings, f"local_run_dir={calm}")
-    usual = time.monotonic() - started
-    number = 0
-    while counts.kills < kills:
-        folder = forge.folder / f"disturbed-{seed}-{number}"
-        number += 1
-        code = None
-        while code != 0:
-            how = ways[chance.randrange(len(ways))] if counts.kills < kills else "nothing"
-            if how == "rank" and not any("world_size" in value for value in settings):
-                how = "time"
-            plan = {"stage": chance.choice(STAGES), "nth": chance.randrange(2)} if how == "hook" else None
-            begun = (folder / "config.yaml").exists()
-            words = [f"resume={folder}"] if begun else arguments(forge.folder, *settings, f"local_run_dir={folder}")
-            run = forge.start(*words, plain=True, kill=plan)
-            counts.resumed += begun
-            killed = how != "nothing" and _strike(run, how, folder, chance, usual)
-            code = run.wait()
-            if code and (killed or code == -signal.SIGKILL):
-                counts.add(run, how)
-            elif code:
-                counts.wrong.append(f"exit code {code} of {run.log.name}: {run.text[-800:]}")
-                return counts
-            left = forge.orphans()
-            if left:
-                counts.wrong.append(f"orphans after a kill by {how}: {left}")
-            say(
-                f"{counts.kills} kills, {counts.in_a_save} in a save, {counts.finished} runs finished; last: {how}"
-                f"{' ' + run.stage if run.in_a_save else ''}, exit code {code}"
-            )
-        counts.finished += 1
-        counts.wrong += [f"{folder.name}: {text}" for text in differences(calm, folder)]
-        counts.wrong += [f"left behind: {name}" for name in leftovers(forge.folder)]
-    return counts
-
-
-def _strike(run: Started, how: str, folder: Path, chance: random.Random, usual: float) -> bool:
-    """Kill a run in one of the ways of `kill_and_resume`. Whether it was alive to be killed."""
-    if how == "hook":
-        return False  # it does it itself
-    if how == "folder":
-        saves, wanted = set(), chance.randrange(1, 4)
-        while run.code is None and len(saves) < wanted:
-            run.forge.listen(0.001)
-            saves |= {path.name for path in folder.glob("step-*.tmp")} if folder.exists() else set()
-        until = time.monotonic() + chance.uniform(0, 0.06)
-    else:
-        until = time.monotonic() + chance.uniform(0, usual)
-    while run.code is None and time.monotonic() < until:
-        run.forge.listen(0.001)
-    if run.code is not None:
-        return False
-    if how != "rank":
-        run.kill()
-        return True
-    ranks = descendants(run.pid)
-    if not ranks:  # not that far yet
-        run.kill()
-        return True
-    try:
-        os.kill(chance.choice(ranks[:2]), signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
+def resume(forge, place, *changes, **options):
+    return forge.start(f"resume={place}", *changes, plain=True, **options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fault_runs import FSDP, Forge, lines
+from fault_runs import FSDP, Forge
+from left_behind import lines
 
 from training.early_stopping import EarlyStop
 from training.heartbeat import Heartbeat

@@ -2,50 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import time
 
-import fault_runs
 import pytest
-from fault_runs import FSDP, ROOT, Forge, differences, leftovers, lines
-
-QUIET = ("sample_during_eval=false",)
-SHORT = (*QUIET, "n_epochs=1", "schedule=constant", "checkpoint.formats=[state]")  # 6 steps, saves after 2, 4 and 6
-
-
-@pytest.fixture(scope="module")
-def forge(tmp_path_factory):
-    with Forge(tmp_path_factory.mktemp("faults")) as forge:
-        yield forge
-
-
-@pytest.fixture
-def calm(forge, request):
-    """Makes the undisturbed run of some settings, once; gives its folder."""
-    made = forge.__dict__.setdefault("made", {})
-
-    def make(*settings):
-        if settings not in made:
-            made[settings] = forge.folder / f"calm-{len(made)}"
-            forge.run(*settings, f"local_run_dir={made[settings]}")
-        return made[settings]
-
-    return make
-
-
-@pytest.fixture
-def place(forge, request):
-    """A run folder of this test's own."""
-    return forge.folder / "".join(c if c.isalnum() else "-" for c in request.node.name)
-
-
-def resume(forge, place, *changes, **options):
-    return forge.start(f"resume={place}", *changes, plain=True, **options)
+from fault_runs import FSDP, SHORT, SLOW_STEPS, resume
+from left_behind import differences, leftovers, lines
+from random_kills import kill_and_resume
 
 
 def killed_then_resumed(forge, place, settings, **kill):
@@ -62,9 +27,7 @@ def killed_then_resumed(forge, place, settings, **kill):
 
 @pytest.mark.parametrize("settings, kills", [((), 6), (FSDP, 4)], ids=["BasicTrainer", "FSDPTrainer"])
 def test_killed_at_random_moments(forge, settings, kills):
-    counts = fault_runs.kill_and_resume(
-        forge, settings, kills, seed=len(settings), ways=("time", "folder", "hook", "rank")
-    )
+    counts = kill_and_resume(forge, settings, kills, seed=len(settings), ways=("time", "folder", "hook", "rank"))
     assert not counts.wrong and counts.kills >= kills and counts.finished >= 1
 
 
@@ -132,160 +95,6 @@ def test_another_world_size_stays_within_rounding(forge, calm, place):
     for a, b in zip(one, other):
         assert a.keys() == b.keys()
         assert all(abs(a[key] - b[key]) < 1e-5 for key in a if key.startswith("loss/"))
-
-
-# ---- Signals --------------------------------------------------------------------------------------------------------
-
-# A step that takes a while, so that a signal meets the run in the middle.
-SLOW_STEPS = """
-import time, trainers
-step = trainers.BasicTrainer.train_step
-def slow(self, *arguments):
-    time.sleep(0.3)
-    return step(self, *arguments)
-trainers.BasicTrainer.train_step = slow
-"""
-
-
-def has_begun(run):
-    return "train  " in run.text
-
-
-@pytest.mark.parametrize(
-    "settings, number, to",
-    [
-        ((), signal.SIGTERM, "all"),
-        (FSDP, signal.SIGUSR1, "parent"),
-        (FSDP, signal.SIGTERM, "one rank"),
-        pytest.param(FSDP, signal.SIGINT, "parent", marks=pytest.mark.slow),
-    ],
-)
-def test_preemption_saves_and_is_requeued(forge, calm, place, settings, number, to):
-    settings = (*SHORT, *settings)
-    run = forge.start(*settings, f"local_run_dir={place}", prepare=SLOW_STEPS)
-    run.wait_for(lambda: has_begun(run))
-    os.kill(fault_runs.descendants(run.pid)[0] if to == "one rank" else run.pid, number)
-    assert run.wait() == (130 if number == signal.SIGINT else 75), run.text
-    assert "the state is saved. To go on:  python train.py resume=" in run.text and "Traceback" not in run.text
-    assert 0 < lines(place)[-1]["examples"] < 22
-    assert resume(forge, place).wait() == 0
-    assert not differences(calm(*settings), place)
-
-
-def test_one_wish_signalled_twice_is_one_and_a_second_wish_ends_at_once(forge, place):
-    slow_save = SLOW_STEPS + (
-        "from checkpoint import step_writer\nstep_writer.hooks.append(lambda stage: stage == 'rng' and time.sleep(60))"
-    )
-    run = forge.start(*SHORT, "checkpoint.every=1000", f"local_run_dir={place}", prepare=slow_save)
-    run.wait_for(lambda: has_begun(run))
-    os.kill(run.pid, signal.SIGTERM)
-    time.sleep(0.1)
-    os.kill(run.pid, signal.SIGTERM)  # as a scheduler does that signals a process and its group
-    run.wait_for(lambda: run.stage == "rng")
-    time.sleep(1.2)
-    assert run.code is None
-    os.kill(run.pid, signal.SIGTERM)
-    assert run.wait(5) == 128 + signal.SIGTERM
-
-
-def test_ctrl_c_offers_the_command_to_go_on(forge, place):
-    place = place.with_name("a folder, with 'signs' = more")
-    # Without state among the formats it is saved all the same, and the command asks for it.
-    run = forge.start(
-        *SHORT,
-        f"local_run_dir='{str(place).replace(chr(39), chr(92) + chr(39))}'",
-        "checkpoint.formats=[policy]",
-        prepare=SLOW_STEPS,
-    )
-    run.wait_for(lambda: has_begun(run))
-    os.kill(run.pid, signal.SIGINT)
-    assert run.wait() == 130
-    command = run.text.split("To go on:  python train.py ")[1].splitlines()[0]
-    echo = f"{sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "
-    shown = subprocess.run(["bash", "-c", echo + command], text=True, capture_output=True, check=True)
-    words = json.loads(shown.stdout)
-    run = forge.start(*words, plain=True)
-    assert run.wait() == 0, run.text
-    assert lines(place)[-1]["examples"] == 22
-    shutil.rmtree(place)
-
-
-def test_a_signal_in_an_evaluation_leaves_it_to_the_resumed_run(forge, calm, place):
-    slow_evaluation = """
-import time, trainers
-compute = trainers.BasicTrainer.losses_and_metrics
-def slow(self, split, batch):
-    if split == "eval" and self.state.step_number:
-        print("evaluating", flush=True)
-        time.sleep(0.2)
-    return compute(self, split, batch)
-trainers.BasicTrainer.losses_and_metrics = slow
-"""
-    settings = (
-        *SHORT,
-        "eval_batch_size=1",
-        "n_eval_examples=null",
-        "eval_every=16",
-        "checkpoint.every=16",
-        "batch_size=8",
-    )
-    # Six evaluation steps are fewer than those after which it asks, so the data are taken several times over.
-    many = fault_runs.write_data(forge.folder / "many")
-    rows = (many / "test.jsonl").read_text().splitlines()
-    rows = [row.replace("Of ", f"Of{'f' * n} ") for n in range(4) for row in rows]
-    (many / "test.jsonl").write_text("\n".join(rows) + "\n")
-    settings = (*settings, f"datasets=[{many}]")
-    run = forge.start(*settings, f"local_run_dir={place}", prepare=slow_evaluation)
-    run.wait_for(lambda: "evaluating" in run.text)
-    os.kill(run.pid, signal.SIGTERM)
-    assert run.wait() == 75, run.text
-    assert not [row for row in lines(place) if "loss/eval" in row and row["examples"]]
-    assert resume(forge, place).wait() == 0
-    assert not differences(calm(*settings), place)
-
-
-def test_a_signal_before_the_first_step_leaves_nothing(forge, place):
-    run = forge.start(
-        *SHORT,
-        f"local_run_dir={place}",
-        prepare="import time\nfrom modeling import loading\n"
-        "loading.load_model = lambda *_: (print('loading', flush=True), time.sleep(60))",
-    )
-    run.wait_for(lambda: "loading" in run.text)
-    os.kill(run.pid, signal.SIGTERM)
-    assert run.wait() == 75
-    assert not place.exists()
-
-
-@pytest.mark.slow
-def test_torchrun_passes_the_signal_on(forge, calm, place):
-    settings = (*SHORT, "trainer=FSDPTrainer", "n_epochs=200")
-    words = fault_runs.arguments(forge.folder, *settings, f"local_run_dir={place}")
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node=2",
-            "--standalone",
-            str(ROOT / "train.py"),
-            *words,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=forge.folder,
-    )
-    deadline = time.monotonic() + 90
-    while not (place / "LATEST").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[0]
-    assert "the state is saved. To go on:" in said, said
-    done = lines(place)[-1]["examples"]
-    run = resume(forge, place, f"n_examples={done + 8 - done % 2}", "world_size=2", "n_epochs=null")
-    assert run.wait() == 0 or "between two steps" in run.text, run.text
 
 
 # ---- What may change, and what may not ------------------------------------------------------------------------------
