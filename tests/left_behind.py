@@ -1,4 +1,4 @@
-"""What runs left in their folders, compared to the last bit: metrics, samples, states, and files that should be gone."""
+"""What runs left in their folders, compared to the last bit: metrics, samples, states, files that should be gone."""
 
 from __future__ import annotations
 
