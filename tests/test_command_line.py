@@ -73,7 +73,7 @@ def test_help_and_cfg(command, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# ---- Sweeps and results, with a trainer that only writes down what it was given ---------------------------------------
+# ---- Sweeps and results, with a trainer that only writes down what it was given -------------------------------------
 
 SCRIPT = """
 import os, sys

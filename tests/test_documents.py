@@ -4,6 +4,7 @@ import re
 from functools import cache
 
 import pytest
+import yaml
 from conftest import ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,3 +61,17 @@ def test_every_law_names_the_tests_that_keep_it():
     laws = re.split(r"^\d\. ", text, flags=re.MULTILINE)[1:]
     assert len(laws) == 6
     assert all(law.startswith("**") and law.count("`test_") >= 4 for law in laws)
+
+
+def test_the_workflow_tries_the_ends_of_what_is_supported():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
+    matrix = workflow["jobs"]["tests"]["strategy"]["matrix"]
+    ends = {entry["versions"]: entry for entry in matrix["include"]}
+    requirements = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    lowest, highest = re.search(r"^torch==.*# works with ([\d.]+) to ([\d.]+)", requirements, re.MULTILINE).groups()
+    assert ends["oldest"]["torch"] == f"torch=={lowest}.*" and ends["newest"]["torch"] == f"torch=={highest}.*"
+    transformers = re.search(r"^transformers(>=([\d.]+),<\d+)$", requirements, re.MULTILINE)
+    assert ends["oldest"]["transformers"] == f"transformers=={transformers[2]}.*"
+    assert ends["newest"]["transformers"] == f"transformers{transformers[1]}"
+    environment = (ROOT / "scripts" / "_environment").read_text(encoding="utf-8")
+    assert f"Python {matrix['python'][0]} to {matrix['python'][-1]} is needed" in environment
