@@ -4,7 +4,7 @@
       step-<examples>/    policy.pt, hf/, state/ as `checkpoint.formats` asks; manifest.json: size and checksum of each
       LATEST -> step-...  moved only once that folder is complete and on disk
 
-Names that end in `.tmp` are unfinished or half-deleted and belong to nobody once their run is dead; `step-N.replaced`
+Names that end in `.tmp` are unfinished or half-deleted and are leftovers once their run has ended; `step-N.replaced`
 is the complete former version of a step-N that was just about to be replaced. `recover` puts both right, and only the
 process that holds the folder's lock may call it.
 """
