@@ -421,16 +421,16 @@ def test_a_cut_conversation_keeps_its_header(tmp_path, keep, template):
 def test_memory_does_not_grow_with_the_data(tmp_path, gpt2, monkeypatch):
     monkeypatch.setattr(tokenization, "CHUNK", 32)
     peaks = []
-    for number in (200, 2000):
+    for number in (200, 4000):
         path = dump(tmp_path, [pair(f"q{row}" + " the sky" * 50, "yes" * 50, "no" * 50) for row in range(number)])
         source = open_source(path, "train", config(tmp_path))
         encoder = TextEncoder(gpt2)
         tracemalloc.start()
-        for chunk in tokenization.tokenized_chunks(source, encoder, Limits(512, 256), False, tokenization.Counter()):
+        for chunk in tokenization.tokenized_chunks(source, encoder, Limits(512, 256), "pairs", tokenization.Counter()):
             assert chunk
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < 1.3 * peaks[0]
+    assert peaks[1] < 2 * peaks[0]  # of 20 times the rows; how many chunks overlap depends on the threads
 
 
 @pytest.mark.skipif(not REAL_HH.is_dir(), reason="the real HH rows are not here")
