@@ -426,7 +426,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path, gpt2, monkeypatch):
         source = open_source(path, "train", config(tmp_path))
         encoder = TextEncoder(gpt2)
         tracemalloc.start()
-        for chunk in tokenization.tokenized_chunks(source, encoder, Limits(512, 256), "pairs", tokenization.Counter()):
+        for chunk in tokenization.tokenized_chunks(source, encoder, Limits(512, 256), False, tokenization.Counter()):
             assert chunk
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
