@@ -22,6 +22,14 @@ class RankFailure(RuntimeError):
         self.trace = trace
 
 
+class ReportedMistake(ValueError):
+    """A mistake of the user's that a rank reported; `trace` is the rank's traceback as text."""
+
+    def __init__(self, message: str, trace: str):
+        super().__init__(message)
+        self.trace = trace
+
+
 @dataclass
 class Report:
     """How a rank ended: with a result, an exit code, or an error."""
@@ -51,9 +59,11 @@ def report_error(rank: int, error: BaseException) -> Report:
 
 def is_users_mistake(error: BaseException) -> bool:
     """Whether an error is a ValueError that our own code raised for the user to read, so that it needs no traceback."""
+    if isinstance(error, ReportedMistake):
+        return True
     if type(error) is not ValueError:
         return False
-    if getattr(error, "reported_by_rank", None) is not None or error.__traceback__ is None:
+    if error.__traceback__ is None:
         return True
     frames = traceback.extract_tb(error.__traceback__)
     raised_in = os.path.abspath(frames[-1].filename)
@@ -70,14 +80,8 @@ def is_follower(error: BaseException) -> bool:
     return isinstance(error, kinds) or (isinstance(error, RuntimeError) and bool(re.search(words, str(error), re.I)))
 
 
-def users_error(message: str, rank: int, trace: str) -> ValueError:
-    """A ValueError that carries what a rank reported to the user."""
-    error = ValueError(message)
-    vars(error).update(reported_by_rank=rank, trace=trace)
-    return error
-
-
-def describe_death(rank: int, code: int) -> str:
+def describe_death(code: int) -> str:
+    """Why a process may have ended without a report, from its exit code."""
     if code >= 0:
         return f"its process ended without a result (exit code {code})"
     name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"

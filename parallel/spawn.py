@@ -8,7 +8,7 @@ import time
 from multiprocessing import connection
 from typing import Any
 
-from parallel.failures import RankFailure, Report, describe_death, users_error
+from parallel.failures import RankFailure, Report, ReportedMistake, describe_death
 from parallel.rank_process import rank_main
 from parallel.rendezvous import Rendezvous
 from settings import Settings
@@ -88,7 +88,7 @@ class _Rank:
                     self.rank,
                     "error",
                     time=time.time(),
-                    message=describe_death(self.rank, code),
+                    message=describe_death(code),
                     is_follower=self.killed or code == -signal.SIGABRT,
                 )  # NCCL's watchdog aborts
 
@@ -192,11 +192,12 @@ def _outcome(ranks: list[_Rank], signals: _Signals):
         # Where it began: the earliest error that is not a rank's complaint about another one.
         first = min(errors, key=lambda report: (report.is_follower, report.time))
         if first.is_users:
-            raise users_error(first.message, first.rank, first.trace)
+            raise ReportedMistake(first.message, first.trace)
         raise RankFailure(
             f"rank {first.rank} of {len(ranks)} failed: {first.message.strip().splitlines()[0]}", first.trace
         )
     if codes:
         raise SystemExit(codes[0])
-    assert ranks[0].report is not None
+    if ranks[0].report is None:
+        raise RankFailure(f"rank 0 of {len(ranks)} went on for {LINGER_SECONDS:.0f} s after another one had ended")
     return ranks[0].report.value

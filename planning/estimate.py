@@ -351,9 +351,10 @@ def estimate(
 
     budget = first_budget = estimator.token_budget()
     plan = filled(budget)
-    # One device repeats a step that does not fit in smaller micro-batches; on many the run would end.
-    while config.tokens_per_microbatch == "auto" and not layout.sharded and plan.fits is False and plan.batch.units > 1:
-        assert budget is not None  # auto
+    # One GPU repeats a step that does not fit in smaller micro-batches; on many the run would end.
+    repeats = kind == "cuda" and not layout.sharded and config.tokens_per_microbatch == "auto"
+    while repeats and plan.fits is False and plan.batch.units > 1:
+        assert budget is not None  # the memory is known, or there would be no verdict
         budget //= 2
         plan = filled(budget)
     if budget != first_budget:
