@@ -67,6 +67,32 @@ def pools():
         pool.stop()
 
 
+@pytest.fixture
+def sharded(folder, pools):
+    """Trains as `baseline` does but for the placement and what else is given; the runs that the ranks saw."""
+
+    from runs import MODELS, STRONG, new_run_dir, placement, train_together
+
+    def run(size, name, *more, model="llama", loss="dpo", prepare=None, timeout=120):
+        options = [*STRONG]
+        if loss != "sft" and "reference.mode=online" not in more:
+            # A cold cache, or these ranks would read what BasicTrainer computed.
+            options.append(f"reference.cache_dir={new_run_dir(folder)}")
+        return train_together(
+            pools(size),
+            folder,
+            *MODELS[model],
+            f"loss={loss}",
+            *options,
+            *placement(name, size),
+            *more,
+            prepare=prepare,
+            timeout=timeout,
+        )
+
+    return run
+
+
 def free_port() -> int:
     """A TCP port of this host that is free now; another program may still take it, so prefer a file store."""
     with socket.socket() as probe:

@@ -65,6 +65,22 @@ NEOX = (
     "num_attention_heads:4}",
 )
 MODELS = {"llama": LLAMA, "neox": NEOX}
+FSDP = ("trainer=FSDPTrainer",)
+PLACEMENTS = {
+    "FULL_SHARD": FSDP,
+    "SHARD_GRAD_OP": (*FSDP, "fsdp=shard_grad_op"),
+    "HYBRID_SHARD": (*FSDP, "fsdp=hybrid_shard", "fsdp.replicas=2"),
+    "NO_SHARD": (*FSDP, "fsdp=no_shard"),
+    "TP": ("trainer=TensorParallelTrainer", "tp_size={size}"),
+    "FSDP+TP": ("trainer=TensorParallelTrainer", "tp_size=2"),
+}
+
+
+def placement(name: str, size: int) -> list[str]:
+    """The options of one of PLACEMENTS for a world of this size."""
+    if name == "HYBRID_SHARD" and size == 1:
+        return [*FSDP, "fsdp=hybrid_shard"]
+    return [option.format(size=size) for option in PLACEMENTS[name]]
 
 
 def write_data(folder: Path, prompts: int = 13, held_out: int = 3) -> Path:

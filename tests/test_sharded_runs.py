@@ -1,0 +1,161 @@
+"""Sharded runs as their users see them: weights and samples, torchrun, the command line, sweeps."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, free_port
+from runs import FSDP, LLAMA, MODELS, STRONG, distance, train
+
+# ---- Saving, samples ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["FULL_SHARD", "TP"])
+def test_a_sharded_runs_weights_open_everywhere(folder, sharded, name):
+    from transformers import AutoModelForCausalLM
+
+    run = sharded(2, name, "debug=false", "do_first_eval=true", model="neox", loss="sft")[0]
+    latest = os.path.join(run.run_dir, "LATEST")
+    content = torch.load(os.path.join(latest, "policy.pt"), weights_only=True)
+    assert all(torch.equal(run.weights[key], value) for key, value in content["state"].items())
+    model = AutoModelForCausalLM.from_pretrained(os.path.join(latest, "hf"))
+    assert all(torch.equal(run.weights[key], value) for key, value in model.state_dict().items())
+    alone = train(
+        folder, *MODELS["neox"], "loss=sft", "n_examples=4", "do_first_eval=true", f"model.archive={latest}/policy.pt"
+    )
+    assert alone.evals[0]["loss/eval"] == pytest.approx(run.evals[-1]["loss/eval"], rel=1e-6)
+    assert alone.evals[0]["loss/eval"] != pytest.approx(run.evals[0]["loss/eval"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name, more", [("FULL_SHARD", []), ("FULL_SHARD", ["reference.mode=online"]), ("TP", [])])
+def test_samples_are_those_of_one_device(folder, sharded, name, more):
+    """Three prompts on two ranks, some of which end early: nothing hangs, and nobody's text depends on the world."""
+    options = [
+        "sample_during_eval=true",
+        "do_first_eval=true",
+        "n_eval_model_samples=3",
+        "sampling.max_new_tokens=12",
+        "n_examples=10",
+        "eval_every=5",
+        *more,
+    ]
+    alone = train(folder, *LLAMA, *STRONG, *options)
+    runs = sharded(2, name, *options)
+    rows = [
+        [
+            (row["examples"], row["prompt"], row["policy"], row["reference"])
+            for row in map(json.loads, open(os.path.join(run.run_dir, "samples.jsonl")))
+        ]
+        for run in (alone, runs[0])
+    ]
+    assert len(rows[0]) == 9 and rows[0] == rows[1]
+
+
+# ---- A world that others start --------------------------------------------------------------------------------------
+
+
+def test_two_nodes_under_torchrun_train_together(folder, tmp_path):
+    port = free_port()
+    options = [
+        "model=tiny",
+        "loss=dpo",
+        *FSDP,
+        "device=cpu",
+        f"datasets=[{folder}/data]",
+        "n_examples=10",
+        "batch_size=5",
+        "lr=1e-4",
+        "warmup_steps=2",
+        "wandb.enabled=false",
+        "sample_during_eval=false",
+        "local_dirs=[runs]",
+        "data.num_workers=1",
+        "minimum_log_interval_secs=0",
+    ]
+    nodes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=2",
+                "--nproc-per-node=1",
+                f"--node-rank={node}",
+                "--master-addr=127.0.0.1",
+                f"--master-port={port}",
+                str(ROOT / "train.py"),
+                *options,
+            ],
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for node in range(2)
+    ]
+    try:
+        said = [node.communicate(timeout=200)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    lines = [json.loads(line) for path in tmp_path.glob("runs/*/*/metrics.jsonl") for line in open(path)]
+    found = [line["loss/train"] for line in lines if "loss/train" in line]
+    alone = train(folder, *LLAMA, *STRONG, "n_examples=10")
+    assert found == pytest.approx(alone.losses, abs=1e-5) and len(found) == 2
+
+
+def test_the_command_line_starts_a_process_a_device(folder, tmp_path, command):
+    options = [
+        "model=tiny",
+        "loss=dpo",
+        *FSDP,
+        "device=cpu",
+        "world_size=2",
+        f"datasets=[{folder}/data]",
+        "n_examples=10",
+        "batch_size=5",
+        "lr=1e-4",
+        "warmup_steps=2",
+        "wandb.enabled=false",
+        "sampling.max_new_tokens=2",
+        "local_dirs=[runs]",
+        "minimum_log_interval_secs=0",
+    ]
+    done = command(*options, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (run_dir,) = tmp_path.glob("runs/*/tiny_dpo_*")
+    lines = [json.loads(line) for line in open(run_dir / "metrics.jsonl")]
+    found = [line["loss/train"] for line in lines if "loss/train" in line]
+    alone = train(folder, *LLAMA, *STRONG, "n_examples=10")
+    assert found == pytest.approx(alone.losses, abs=1e-5)
+    weights = torch.load(run_dir / "LATEST" / "policy.pt", weights_only=True)["state"]
+    assert distance(weights, alone.weights) < 1e-4
+    assert "rank 1 holds" in done.stdout and "of 0.1 M parameters" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_sweep_over_sharded_runs(folder, tmp_path, command):
+    options = [
+        "-m",
+        "model=tiny",
+        "loss=dpo",
+        "loss.beta=0.05,0.5",
+        *FSDP,
+        "device=cpu",
+        "world_size=2",
+        f"datasets=[{folder}/data]",
+        "n_examples=10",
+        "lr=1e-4",
+        "wandb.enabled=false",
+        "sample_during_eval=false",
+        "local_dirs=[runs]",
+    ]
+    done = command(*options, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(list(tmp_path.glob("runs/*/tiny_dpo_*/metrics.jsonl"))) == 2
