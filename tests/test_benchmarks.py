@@ -60,7 +60,7 @@ def test_the_order_handed_to_a_peer_is_the_order_trained_on(job):
     assert measure.ours(job)["tokens"] == letters + 12 * (2 + starts), "a byte a token, and two ends a pair"
 
 
-def test_a_method_with_another_loss_is_told(capsys):
+def test_a_method_with_another_loss_is_reported(capsys):
     table = compare.Table("t", 8, {"tokens": 1, "useful_flops": 1e9})
     for name, losses in (("ours", [0.6931, 0.69]), ("same", [0.6932, 0.69]), ("other", [0.6931, 0.75])):
         table.add(name, {"seconds": 2.0, "peak_bytes": 3e9, "gemm": 1e9, "losses": losses})

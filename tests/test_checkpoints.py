@@ -147,14 +147,14 @@ def test_the_same_step_may_be_saved_again(tmp_path):
 
 @pytest.mark.parametrize("stage", ["open", "state", "rng", "policy", "hf", "checksum", "manifest", "rename", "latest"])
 def test_a_failing_save_leaves_the_run_alive_and_the_last_checkpoint_good(tmp_path, monkeypatch, stage):
-    model, told = tiny("llama"), []
+    model, notices = tiny("llama"), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpointer = Checkpointer(tmp_path, settings(formats=["state", "policy", "hf"]), World(), told.append)
+    checkpointer = Checkpointer(tmp_path, settings(formats=["state", "policy", "hf"]), World(), notices.append)
     assert checkpointer.save(1, model, optimizer, None, {"n": 1}) is None
     monkeypatch.setattr(step_writer, "hooks", [full_disk(stage)])
     problem = checkpointer.save(2, model, optimizer, None, {"n": 2})
     assert "No space left" in problem and checkpointer.problem == problem
-    assert "step-2 WAS NOT SAVED" in told[0] and "last good checkpoint is step-1" in told[0] and len(told) == 1
+    assert "step-2 WAS NOT SAVED" in notices[0] and "last good checkpoint is step-1" in notices[0] and len(notices) == 1
     assert not list(tmp_path.glob("*.tmp")) and checkpointer.latest().name == "step-1"
     monkeypatch.setattr(step_writer, "hooks", [])
     step(model, optimizer)
@@ -163,11 +163,11 @@ def test_a_failing_save_leaves_the_run_alive_and_the_last_checkpoint_good(tmp_pa
 
 
 def test_free_space_is_looked_at_before_writing(tmp_path, monkeypatch):
-    told = []
-    checkpointer = Checkpointer(tmp_path, settings(), World(), told.append)
+    notices = []
+    checkpointer = Checkpointer(tmp_path, settings(), World(), notices.append)
     monkeypatch.setattr(step_folders, "free_bytes", lambda path: 1000)
     model = Small()
-    assert "1.05 MB" in checkpointer.save(1, model, None, None, {}) and "0.00 MB free" in told[0]
+    assert "1.05 MB" in checkpointer.save(1, model, None, None, {}) and "0.00 MB free" in notices[0]
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
     large = tiny("llama")
     assert step_writer.estimate_bytes(large, None, ["policy"]) > sum(p.nbytes for p in large.parameters())
@@ -223,11 +223,11 @@ def test_kill_9_inside_a_save(tmp_path, stage, again):
 
 
 def test_damage_is_found_and_the_step_before_is_offered(tmp_path):
-    model, told = Small(), []
+    model, notices = Small(), []
     checkpointer = Checkpointer(tmp_path, settings(keep_last=9), World())
     for n in range(1, 6):
         checkpointer.save(n, model, None, None, {"n": n})
-    assert find_resumable(tmp_path, told.append).name == "step-5" and not told
+    assert find_resumable(tmp_path, notices.append).name == "step-5" and not notices
     shard = next((tmp_path / "step-5" / "state").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -236,8 +236,8 @@ def test_damage_is_found_and_the_step_before_is_offered(tmp_path):
     os.truncate(shard, shard.stat().st_size - 1)
     (tmp_path / "step-3" / "manifest.json").write_text("{")
     (tmp_path / "step-2" / "state" / "trainer.pt").unlink()
-    assert find_resumable(tmp_path, told.append).name == "step-1"
-    told = "\n".join(told)
+    assert find_resumable(tmp_path, notices.append).name == "step-1"
+    notices = "\n".join(notices)
     for words in (
         "differs from its checksum",
         "its manifest says",
@@ -245,7 +245,7 @@ def test_damage_is_found_and_the_step_before_is_offered(tmp_path):
         "cannot be read",
         "step-1 instead",
     ):
-        assert words in told
+        assert words in notices
     with pytest.raises(ValueError, match="no run folder"):
         find_resumable(tmp_path / "nowhere")
     assert step_folders.checksum(shard, "crc32")[1] and step_folders.checksum(shard, "md9")[1] is None

@@ -40,18 +40,18 @@ def test_a_signal_is_remembered_once_there_is_something_to_save(monkeypatch):
     def end(code):
         raise Ended(code)
 
-    told = []
+    calls = []
     monkeypatch.setattr(os, "_exit", end)
     before = signal.getsignal(signal.SIGUSR1)
-    with SignalWatch(on_first=lambda: told.append(1)) as watch:
+    with SignalWatch(on_first=lambda: calls.append(1)) as watch:
         watch.deferred = True
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert watch.received == signal.SIGUSR1 and watch.exit_code == PREEMPTED == 75 and told == [1]
+        assert watch.received == signal.SIGUSR1 and watch.exit_code == PREEMPTED == 75 and calls == [1]
         os.kill(os.getpid(), signal.SIGUSR1)  # the same again at once is the same wish
         with pytest.raises(Ended, match=str(128 + signal.SIGTERM)):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
-        assert told == [1]
+        assert calls == [1]
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
@@ -96,7 +96,7 @@ def test_movement_is_measured_in_low_precision_only():
     assert MovementWatch(torch.nn.Linear(4, 4), after=1).update(settings, alone) is None
 
 
-def test_weights_that_do_not_move_are_told_with_their_share(forge):
+def test_weights_that_do_not_move_are_reported_with_their_share(forge):
     run = forge.run(
         *SHORT,
         "model.policy_dtype=bfloat16",
@@ -223,10 +223,10 @@ def test_a_stalled_collective_names_the_rank_that_is_missing(forge, tmp_path):
     assert not forge.orphans()
 
 
-# ---- Said aloud -----------------------------------------------------------------------------------------------------
+# ---- Notices --------------------------------------------------------------------------------------------------------
 
 
-def test_trust_remote_code_is_said_aloud(forge, tmp_path):
+def test_trust_remote_code_gives_a_notice(forge, tmp_path):
     run = forge.run(
         *SHORT, "n_epochs=null", "n_examples=4", "model.trust_remote_code=true", f"local_run_dir={tmp_path}/run"
     )

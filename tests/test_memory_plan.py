@@ -47,7 +47,7 @@ SHARDED = ["loss=dpo", "trainer=FSDPTrainer", "activation_checkpointing=true"]
 
 
 def measured(**case):
-    """A real pass in a process of its own; glibc is told to give freed memory back, so that it can be seen."""
+    """A real pass in a process of its own; glibc is set to give freed memory back, so that it can be seen."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -284,7 +284,7 @@ def test_command_prints_a_plan_and_leaves_nothing(command, tmp_path):
     assert not list(tmp_path.glob("**/config.yaml")) and not list(tmp_path.glob("**/tokens.npy"))
 
 
-def test_data_out_of_reach_is_said(command):
+def test_data_out_of_reach_is_reported(command):
     done = command("model=tiny", "loss=sft", "datasets=[nobody/nothing]", "plan=true")
     assert done.returncode == 0, done.stderr
     assert "unknown: data not at hand" in done.stdout and "Fits:" in done.stdout

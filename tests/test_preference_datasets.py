@@ -171,7 +171,7 @@ def test_se_shuffle_is_that_of_the_datasets_library():
         ("<ul>\n<li>first</li>\n<li><p>second</p><ul><li>inner</li></ul></li>\n</ul>", "- first\n- second\n  - inner"),
         ("<ol><li>a</li><li>b</li></ol>", "1. a\n2. b"),
         ("<ul>loose<ul><li>nested</li></ul></ul>", "loose\n  - nested"),
-        ("<blockquote><p>quoted</p><p>twice</p></blockquote>said he", "> quoted\n>\n> twice\n\nsaid he"),
+        ("<blockquote><p>quoted</p><p>twice</p></blockquote>she asked", "> quoted\n>\n> twice\n\nshe asked"),
         ("<p>a<!-- hidden --><br>b</p><hr/><script>alert(1)</script><h2>Head</h2>", "a\nb\n\nHead"),
         ("5 &gt; 3 &amp; 2", "5 > 3 & 2"),
         ("plain", "plain"),

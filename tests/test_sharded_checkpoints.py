@@ -34,15 +34,15 @@ def sharded(family, seed):
 def two_processes(rank, folder, families):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    world, told = World(rank, 2), []
+    world, notices = World(rank, 2), []
     for family in families:
         run = folder / family
         model, optimizer = sharded(family, seed=5)
         everything = settings(formats=["state", "policy", "hf"], async_save=True)
-        checkpointer = Checkpointer(run, everything, world, told.append)
+        checkpointer = Checkpointer(run, everything, world, notices.append)
         # what one process saved
         assert checkpointer.load(run / "step-1", model, optimizer) == {"n": 1}
-        assert any("2 processes what 1 saved" in text for text in told) == (rank == 0)
+        assert any("2 processes what 1 saved" in text for text in notices) == (rank == 0)
         full = full_state(model, world)
         if rank == 0:
             same(torch.load(run / "step-1" / "policy.pt", weights_only=True)["state"], full)
@@ -68,7 +68,7 @@ def two_processes(rank, folder, families):
         same(after, snapshot(other, resumed))
         checkpointer.close()
         # a disk that is full for one rank only
-        checkpointer = Checkpointer(run, settings(formats=["state", "policy"]), world, told.append)
+        checkpointer = Checkpointer(run, settings(formats=["state", "policy"]), world, notices.append)
         for stage in ("state", "rng", "checksum"):
             step_writer.hooks[:] = [full_disk(stage)] if rank == 1 else []
             problem = checkpointer.save(3, model, optimizer, None, {"n": 3})

@@ -150,8 +150,8 @@ def test_torchrun_passes_the_signal_on(forge, calm, place):
     while not (place / "LATEST").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[0]
-    assert "the state is saved. To go on:" in said, said
+    output = process.communicate(timeout=60)[0]
+    assert "the state is saved. To go on:" in output, output
     done = lines(place)[-1]["examples"]
     run = resume(forge, place, f"n_examples={done + 8 - done % 2}", "world_size=2", "n_epochs=null")
     assert run.wait() == 0 or "between two steps" in run.text, run.text

@@ -373,7 +373,7 @@ def test_without_a_template_the_plain_layout_with_a_notice(tmp_path, gpt2):
     assert gpt2.decode(prompt) == f"Be kind.{H} hi{A} yes{H} and?{A}" and gpt2.decode(chosen) == " yes" + EOS
     assert any("no chat template" in notice for notice in dataset.notices)
     again = load(tmp_path, [chat_pair("hi", "yes", "and?", system="Be kind.")], gpt2)
-    assert again.notices == dataset.notices  # told from the cache too
+    assert again.notices == dataset.notices  # also when read from the cache
 
 
 def test_a_chat_template_of_the_users_own(tmp_path, gpt2):

@@ -210,18 +210,18 @@ def test_each_data_set_has_its_own_values(folder):
         assert last[metric] == pytest.approx(mean, rel=1e-6)
 
 
-ANCESTOR_METRICS = [f"rewards_{{}}/{name}" for name in ("chosen", "rejected", "accuracies", "margins")] + [
+REFERENCE_METRICS = [f"rewards_{{}}/{name}" for name in ("chosen", "rejected", "accuracies", "margins")] + [
     f"logps_{{}}/{name}" for name in ("chosen", "rejected")
 ]
 
 
-def test_metrics_have_the_ancestors_names(folder):
+def test_metrics_have_the_names_of_the_dpo_reference_implementation(folder):
     run = train(folder, *LLAMA, *STRONG, "do_first_eval=true")
     lines = [json.loads(line) for line in open(os.path.join(run.run_dir, "metrics.jsonl"))]
     evals = [line for line in lines if "loss/eval" in line]
     steps = [line for line in lines if "loss/train" in line]
     assert [line["examples"] for line in evals] == [0, 50] and [line["updates"] for line in evals] == [0, 11]
-    assert all(name.format("eval") in evals[0] for name in ANCESTOR_METRICS)
+    assert all(name.format("eval") in evals[0] for name in REFERENCE_METRICS)
     more = [
         "grad_norm",
         "learning_rate",
@@ -234,7 +234,7 @@ def test_metrics_have_the_ancestors_names(folder):
         "lengths_train/rejected",
     ]
     assert len(steps) == 11
-    assert all(name in line for line in steps for name in [n.format("train") for n in ANCESTOR_METRICS] + more)
+    assert all(name in line for line in steps for name in [n.format("train") for n in REFERENCE_METRICS] + more)
     assert [line["counters/examples"] for line in steps] == [5, 10, 15, 20, 25, 26, 31, 36, 41, 46, 50]
     assert all(isinstance(line["time"], float) for line in lines)
 
@@ -550,8 +550,8 @@ def test_no_memory_outside_a_step_is_reported_with_the_fix(folder, where, words)
 def test_a_step_that_does_not_fit_is_repeated_in_smaller_passes(folder):
     run = train(folder, *LLAMA, *STRONG, prepare=small_memory(2))
     assert_same_training(baseline(folder, *LLAMA), run)
-    said = [notice for notice in run.notices if notice.startswith("Out of memory")]
-    assert said and len(said) <= 3 and "tokens_per_microbatch=" in said[0]
+    reported = [notice for notice in run.notices if notice.startswith("Out of memory")]
+    assert reported and len(reported) <= 3 and "tokens_per_microbatch=" in reported[0]
 
 
 def test_a_prompt_that_does_not_fit_says_what_to_do(folder):
