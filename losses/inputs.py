@@ -28,7 +28,7 @@ class ResponseLogps:
     lengths: torch.Tensor
 
     kind: ClassVar[str] = "responses"
-    example: ClassVar[str] = "examples"
+    example: ClassVar[str] = "responses"
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "lengths/chosen")
 
     @classmethod
@@ -117,7 +117,7 @@ class UnpairedLogps:
     lengths: torch.Tensor
 
     kind: ClassVar[str] = "unpaired"
-    example: ClassVar[str] = "examples"
+    example: ClassVar[str] = "responses"
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected")
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from report.run_folder import read_yaml
+from report.recorded_run import read_yaml
 from utils import PROJECT_DIR
 
 

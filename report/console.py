@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from losses import LOSSES
 from report.formatting import SHORT_NAMES, as_number, console_line, duration, excerpt, on_terminal, printable, short
 from report.logger import Logger, RunInfo
 
@@ -21,11 +22,13 @@ class ConsoleLogger(Logger):
 
     def start(self, run: RunInfo) -> None:
         self.run = run
+        loss = (run.settings.get("loss") or {}).get("name")
+        self.unit = LOSSES[loss].inputs.example if loss in LOSSES else "examples"
         self.bars: list[Progress] = []
         self.last_line = time.monotonic()
 
     def metrics(self, values: dict[str, int | float], examples: int, updates: int, marks: list[str]) -> None:
-        line = console_line(values, examples, self.run.total_examples)
+        line = console_line(values, examples, self.run.total_examples, self.unit)
         if line:
             self.show(line + "".join(f"  ! {mark}" for mark in marks))
 

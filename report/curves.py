@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from losses import LOSSES, ResponseLogps
 from report.charts import Series
 from report.formatting import metric_dataset, short
-from report.run_folder import Run
+from report.recorded_run import Run
 
 
 @dataclass

@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any
 
-SHORT_NAMES = {"tokens_per_second": "tok/s", "examples_per_second": "pairs/s", "accuracy": "acc", "grad_norm": "grad"}
+SHORT_NAMES = {"tokens_per_second": "tok/s", "examples_per_second": "examples/s", "accuracy": "acc", "grad_norm": "grad"}
 
 
 def metric_dataset(name: str, split: str) -> tuple[str, str] | None:
@@ -21,9 +21,9 @@ def metric_dataset(name: str, split: str) -> tuple[str, str] | None:
     return (found[1], found[2] or "") if found else None
 
 
-def console_line(values: dict[str, float], examples: int, total: int | None) -> str:
+def console_line(values: dict[str, float], examples: int, total: int | None, unit: str = "examples") -> str:
     """The numbers a reader follows, in one line; "" where there are none of them. An eval adds each data set when there
-    are several."""
+    are several. `unit` is what the loss calls its examples."""
     split = next((split for split in ("eval", "train") if any(metric_dataset(name, split) for name in values)), None)
     if split is None:
         return ""
@@ -43,13 +43,7 @@ def console_line(values: dict[str, float], examples: int, total: int | None) -> 
             results.append((f"{dataset}: " if dataset else "") + "  ".join(words))
         if split == "train":
             break
-    # A step without rewards is of responses, not of pairs.
-    pairs = f"rewards_{split}/margins" in values
-    rates = [
-        f"{short(values[name])} {label if pairs else label.replace('pairs', 'responses')}"
-        for label, name in RATES
-        if name in values
-    ]
+    rates = [f"{short(values[name])} {label.format(unit)}" for label, name in RATES if name in values]
     speed = values.get("examples_per_second") or 0
     if total and speed > 0 and math.isfinite(speed) and examples < total:
         rates.append(f"{duration((total - examples) / speed)} left")
@@ -58,7 +52,7 @@ def console_line(values: dict[str, float], examples: int, total: int | None) -> 
 
 
 STEP_NUMBERS = (("grad", "grad_norm", lambda norm: short(norm)), ("lr", "learning_rate", "{:.2g}".format))
-RATES = (("pairs/s", "examples_per_second"), ("tok/s", "tokens_per_second"))
+RATES = (("{}/s", "examples_per_second"), ("tok/s", "tokens_per_second"))
 
 
 def _results(split: str) -> tuple[tuple[str, str], ...]:

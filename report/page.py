@@ -24,7 +24,7 @@ from report.changed_settings import changed_settings
 from report.charts import chart
 from report.curves import Card, cards
 from report.formatting import duration, metric_dataset, short, well_formed
-from report.run_folder import Run, earlier_stages
+from report.recorded_run import Run, earlier_stages
 from utils import write_atomically
 
 TEMPLATES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates")

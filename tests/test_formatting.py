@@ -10,7 +10,7 @@ from report.formatting import console_line, duration, metric_dataset, printable,
 def test_console_lines():
     train = {"loss/train": 0.68, "rewards_train/accuracies": 0.55, "rewards_train/margins": 0.012, "grad_norm": 32.14}
     train |= {"learning_rate": 4.9e-7, "examples_per_second": 41.23, "tokens_per_second": 12345.6}
-    assert console_line(train, 12800, 160000) == (
+    assert console_line(train, 12800, 160000, "pairs") == (
         "train    12,800 (8%) | loss 0.6800  acc 0.5500  margin 0.0120  grad 32.1  lr 4.9e-07"
         " | 41.2 pairs/s  12.3k tok/s  59m 30s left"
     )

@@ -14,7 +14,7 @@ import yaml
 from report.changed_settings import changed_settings
 from report.charts import MOST_POINTS, Series, chart, thin
 from report.page import write_report
-from report.run_folder import Run, earlier_stages
+from report.recorded_run import Run, earlier_stages
 
 EVIL = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
 
