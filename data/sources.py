@@ -10,13 +10,14 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import private_apis
 from data.files import fingerprint_files, looks_like_path, read_rows, row_location
+from data.options import DataOptions
 from data.row_formats import CANONICAL_COLUMNS, PromptGroup, checked_group, describe, parse_se, text_of
 from data.row_stream import RowStream
 from data.splits import SPLITS, find_hub_split, find_split_files
@@ -27,29 +28,14 @@ from utils import get_local_dir
 # ---- configuration ---------------------------------------------------------------------------------------------------
 
 
-def setting(config, path: str, default=None):
-    """The value at a dotted path of a config (mapping, DictConfig or object); the default where absent or null."""
-    for key in path.split("."):
-        if config is None:
-            return default
-        config = config.get(key) if hasattr(config, "get") else getattr(config, key, None)
-    return default if config is None else config
-
-
-def _plain(mapping) -> dict:
-    """A config node as nested plain dicts."""
-    return {str(key): _plain(value) if hasattr(value, "items") else value for key, value in (mapping or {}).items()}
-
-
-def cache_folder(config) -> Path:
+def cache_folder(config: DataOptions) -> Path:
     """Where token caches live: data.cache_dir, else `tokens` in the run's local directory."""
-    explicit = setting(config, "data.cache_dir")
-    return Path(explicit or str(Path(get_local_dir(setting(config, "local_dirs", [".cache"]))) / "tokens")).expanduser()
+    return Path(config.data.cache_dir or Path(get_local_dir(config.local_dirs)) / "tokens").expanduser()
 
 
-def load_plugins(config):
+def load_plugins(config: DataOptions) -> None:
     """Imports the modules (names or .py files) of data.plugins, whose register_dataset calls then take effect."""
-    for plugin in setting(config, "data.plugins", ()):
+    for plugin in config.data.plugins:
         try:
             if str(plugin).endswith(".py"):
                 file = Path(plugin).expanduser().resolve()
@@ -74,9 +60,9 @@ def load_plugins(config):
             ) from error
 
 
-def _columns_for(name: str, config) -> dict[str, str]:
+def _columns_for(name: str, config: DataOptions) -> dict[str, str]:
     """canonical -> actual column names of one data set: data.columns, flat or under the data set's name."""
-    columns = _plain(setting(config, "data.columns", {}))
+    columns = config.data.columns
     flat = {key: value for key, value in columns.items() if not isinstance(value, dict)}
     own = columns.get(name)
     flat.update(own if isinstance(own, dict) else {})
@@ -89,7 +75,7 @@ def _columns_for(name: str, config) -> dict[str, str]:
     return flat
 
 
-def check_dataset_names(names, config):
+def check_dataset_names(names: Sequence[str], config: DataOptions) -> None:
     """Raises ValueError for a data set that cannot be found, without reading any data or importing torch."""
     load_plugins(config)
     if isinstance(names, str):
@@ -106,11 +92,10 @@ def check_dataset_names(names, config):
                 if not (split == "test" and target.is_file()):
                     find_split_files(target, split)
         _columns_for(name, config)
-    paths = _plain(setting(config, "data.paths", {}))
-    for name, value in _plain(setting(config, "data.columns", {})).items():
+    for name, value in config.data.columns.items():
         if isinstance(value, dict) and name not in names:
             raise ValueError(f"data.columns.{name}: no such data set among datasets={names}")
-    for name, value in paths.items():
+    for name, value in config.data.paths.items():
         if not isinstance(value, str):
             raise ValueError(f"data.paths.{name}={value}: must be a file or a folder")
 
@@ -118,14 +103,14 @@ def check_dataset_names(names, config):
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _resolve(name: str, config) -> tuple[str, Any, NamedSource | None]:
+def _resolve(name: str, config: DataOptions) -> tuple[str, Any, NamedSource | None]:
     """('function' | 'path' | 'hub', function or Path or Hub name, the registered source if any)."""
     named = REGISTRY.get(name)
-    path = _plain(setting(config, "data.paths", {})).get(name)
-    if path is not None:
+    given = config.data.paths.get(name)
+    if given is not None:
         if named and named.function:
             raise ValueError(f"data.paths.{name}: the data set {name} is a registered function, which reads no path")
-        path = Path(str(path)).expanduser()
+        path = Path(str(given)).expanduser()
         if not path.exists():
             raise ValueError(f"data.paths.{name}={path}: no such file or folder")
         return "path", path, named
@@ -139,7 +124,7 @@ def _resolve(name: str, config) -> tuple[str, Any, NamedSource | None]:
         return "hub", name, None
     from difflib import get_close_matches
 
-    known = sorted(set(REGISTRY) | set(_plain(setting(config, "data.paths", {}))))
+    known = sorted(set(REGISTRY) | set(config.data.paths))
     near = get_close_matches(name, known, 1, 0.5)
     raise ValueError(
         f"datasets: unknown data set {name!r}."
@@ -176,19 +161,19 @@ class Source:
         return self.reader(self.counts)
 
 
-def open_source(name: str, split: str, config, sft: bool = False) -> Source:
+def open_source(name: str, split: str, config: DataOptions, sft: bool = False) -> Source:
     """Finds a data set and fingerprints it. Raises ValueError when it cannot be found."""
     if split not in SPLITS:
         raise ValueError(f"split={split!r}; allowed are {SPLITS}")
     load_plugins(config)
     kind, target, named = _resolve(name, config)
-    truncation = setting(config, "data.truncation") or (named.truncation if named else "keep_end")
+    truncation = config.data.truncation or (named.truncation if named else "keep_end")
     renames = _columns_for(name, config)
     if kind == "function":
-        if renames and name in _plain(setting(config, "data.columns", {})):
+        if renames and name in config.data.columns:
             raise ValueError(f"data.columns.{name}: the data set {name} is a registered function, which has no columns")
         return _function_source(name, split, truncation, target)
-    fraction = float(setting(config, "data.test_fraction", 0.05))
+    fraction = float(config.data.test_fraction)
     if kind == "path":
         files, separate = find_split_files(target, split)
         content = fingerprint_files(files, cache_folder(config) / "files")
@@ -198,7 +183,7 @@ def open_source(name: str, split: str, config, sft: bool = False) -> Source:
         rows, content = hub_rows, hub_rows.fingerprint
     test_share = None if separate else HOLD_OUT_SE if named and named.name == "se" else fraction
     parser, columns = (named.parser, named.columns) if named else (None, ())
-    workers = worker_count(setting(config, "data.num_workers"))
+    workers = worker_count(config.data.num_workers)
     by_row = test_share is not None and parser is parse_se
     stream = RowStream(name, split, rows, parser, columns, renames, test_share, sft, by_row, workers)
     identity = [content, named.name if named else "", renames, test_share, split if test_share is not None else "", sft]
@@ -206,11 +191,11 @@ def open_source(name: str, split: str, config, sft: bool = False) -> Source:
     return Source(name, split, truncation, fingerprint, stream.groups)
 
 
-def get_dataset(name: str, split: str, config=None, sft: bool = False) -> dict:
+def get_dataset(name: str, split: str, config: DataOptions, sft: bool = False) -> dict:
     """The whole split in the shape {prompt: {"responses", "pairs", "sft_target"}}, for looking at it."""
     return {
         group.key(): {"responses": group.responses, "pairs": group.pairs, "sft_target": group.sft_target}
-        for group in open_source(name, split, config or {}, sft).groups()
+        for group in open_source(name, split, config, sft).groups()
     }
 
 

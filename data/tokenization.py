@@ -30,8 +30,9 @@ import numpy as np
 from data import token_cache
 from data.chat_templates import read_chat_template
 from data.examples import examples_of_kind, preferences_of
+from data.options import DataOptions
 from data.row_formats import PromptGroup
-from data.sources import Source, cache_folder, open_source, setting
+from data.sources import Source, cache_folder, open_source
 from data.text_encoding import TextEncoder, tokenizer_threads
 from data.token_cache import ArrayFile, CacheWriteError
 from data.truncation import Limits, TokenGroup, fit_group
@@ -125,23 +126,20 @@ class TokenizedDataset:
         return int(self.group_starts[group]) - group + index
 
 
-def load_tokenized(name: str, split: str, tokenizer, config, kind: str = "pairs", progress=None) -> TokenizedDataset:
+def load_tokenized(
+    name: str, split: str, tokenizer, config: DataOptions, kind: str = "pairs", progress=None
+) -> TokenizedDataset:
     """The split of a data set as tokens: from the cache when nothing that matters changed, else made and cached.
 
     kind: of the examples, see examples.py; all but "responses" are made of pairs, and share one cache.
-    config: needs max_length, max_prompt_length and the `data` section. progress: Reporter.progress or anything alike,
+    progress: Reporter.progress or anything alike,
     called as progress(total, description, unit) for a context manager with update(n).
     Raises ValueError for data that cannot be read or of which no example is left.
     """
-    limits = Limits(
-        int(setting(config, "max_length", 512)),
-        int(setting(config, "max_prompt_length", 256)),
-        on_overlong=setting(config, "data.on_overlong", "truncate"),
-    )
     sft = kind == "responses"
     source = open_source(name, split, config, sft)
-    limits = Limits(limits.max_length, limits.max_prompt_length, source.truncation, limits.on_overlong)
-    encoder = TextEncoder(tokenizer, read_chat_template(setting(config, "data.chat_template")))
+    limits = Limits(config.max_length, config.max_prompt_length, source.truncation, config.data.on_overlong)
+    encoder = TextEncoder(tokenizer, read_chat_template(config.data.chat_template))
     identity = [FORMAT, source.fingerprint, encoder.digest(), bool(sft), vars(limits)]
     key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
     parent = cache_folder(config)
@@ -153,9 +151,7 @@ def load_tokenized(name: str, split: str, tokenizer, config, kind: str = "pairs"
     notice = [f"the token cache {final} is not usable, so it is made again: {problem}"] if problem else []
 
     def make(folder: Path) -> Path:
-        return _write(
-            source, encoder, limits, sft, key, folder, final.name, progress, setting(config, "data.num_workers")
-        )
+        return _write(source, encoder, limits, sft, key, folder, final.name, progress, config.data.num_workers)
 
     try:
         folder = make(parent)

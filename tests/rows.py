@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 from data.row_formats import PromptGroup
 from data.sources import open_source
@@ -40,8 +41,19 @@ def write(path: Path, rows) -> Path:
     return path
 
 
+# What data/ reads of a run's settings, with the defaults of config/config.yaml.
+DEFAULTS = dict(paths={}, columns={}, plugins=[], test_fraction=0.05, truncation=None, on_overlong="truncate")
+DEFAULTS |= dict(chat_template=None, cache_dir=None, num_workers=1)
+
+
+def options(max_length=512, max_prompt_length=256, **data):
+    section = SimpleNamespace(**(DEFAULTS | data))
+    lengths = dict(max_length=max_length, max_prompt_length=max_prompt_length)
+    return SimpleNamespace(data=section, local_dirs=[".cache"], **lengths)
+
+
 def config(tmp_path, **data):
-    return {"data": {"cache_dir": str(tmp_path / "cache"), "num_workers": 1, **data}}
+    return options(cache_dir=str(tmp_path / "cache"), **data)
 
 
 def read(path, tmp_path, split="train", sft=False, name=None, **data):

@@ -2,6 +2,7 @@
 
 import json
 
+from rows import options
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -95,11 +96,8 @@ TOKENIZERS = {
 
 
 def config(tmp_path, max_length=512, max_prompt_length=256, **data):
-    return {
-        "max_length": max_length,
-        "max_prompt_length": max_prompt_length,
-        "data": {"cache_dir": str(tmp_path / "cache"), "test_fraction": 0.0, "num_workers": 1, **data},
-    }
+    folder = {"cache_dir": str(tmp_path / "cache"), "test_fraction": 0.0}
+    return options(max_length, max_prompt_length, **(folder | data))
 
 
 def dump(tmp_path, rows, name="data.jsonl") -> str:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rows import A, H, config, hh, only, read, write
+from rows import A, H, config, hh, only, options, read, write
 
 import preference_datasets
 from data.sources import check_dataset_names, get_dataset, open_source
@@ -210,9 +210,9 @@ def test_worker_processes_give_what_one_process_gives(tmp_path):
 
 def test_unknown_names_are_refused_in_no_time_and_without_torch(tmp_path):
     code = (
-        "import sys, time; import data.sources as p\n"
+        "import sys, time; import data.sources as p; from types import SimpleNamespace as N\n"
         "start = time.perf_counter()\n"
-        "try: p.check_dataset_names(['hhh'], {})\n"
+        "try: p.check_dataset_names(['hhh'], N(data=N(plugins=[], paths={}, columns={})))\n"
         "except ValueError as error: print(error)\n"
         "print(time.perf_counter() - start < 0.1)\n"
         "print(sorted({'torch', 'datasets', 'bs4', 'transformers', 'pyarrow'} & set(sys.modules)))"
@@ -237,8 +237,8 @@ def test_unknown_names_are_refused_in_no_time_and_without_torch(tmp_path):
 )
 def test_names_are_checked(names, data, complaint):
     with pytest.raises(ValueError, match=complaint):
-        check_dataset_names(names, {"data": data})
-    check_dataset_names(["hh", "shp", "se", "owner/name", "owner/name:config"], {})
+        check_dataset_names(names, options(**data))
+    check_dataset_names(["hh", "shp", "se", "owner/name", "owner/name:config"], options())
 
 
 def test_a_custom_source_is_one_registered_function(tmp_path):
@@ -280,7 +280,7 @@ def test_what_a_custom_source_returns_is_checked(returned, complaint):
     try:
         register_dataset("bad")(lambda split: returned)
         with pytest.raises(ValueError, match=complaint):
-            get_dataset("bad", "train")
+            get_dataset("bad", "train", options())
     finally:
         preference_datasets.REGISTRY.pop("bad", None)
 

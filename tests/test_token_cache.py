@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,9 +35,8 @@ def test_the_key_follows_what_matters_and_nothing_else(tmp_path, gpt2):
 
     def folder(rows=usual, tokenizer=gpt2, sft=False, extra=None, **options):
         path = dump(tmp_path, list(rows))
-        return load_tokenized(
-            path, "train", tokenizer, {**config(tmp_path, **options), **(extra or {})}, "responses" if sft else "pairs"
-        ).folder
+        settings = SimpleNamespace(**vars(config(tmp_path, **options)), **(extra or {}))
+        return load_tokenized(path, "train", tokenizer, settings, "responses" if sft else "pairs").folder
 
     base = folder()
     assert folder(num_workers=2) == base and folder(extra={"lr": 1.0, "seed": 5, "batch_size": 3}) == base
