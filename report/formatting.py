@@ -7,7 +7,12 @@ import os
 import re
 from typing import Any
 
-SHORT_NAMES = {"tokens_per_second": "tok/s", "examples_per_second": "examples/s", "accuracy": "acc", "grad_norm": "grad"}
+SHORT_NAMES = {
+    "tokens_per_second": "tok/s",
+    "examples_per_second": "examples/s",
+    "accuracy": "acc",
+    "grad_norm": "grad",
+}
 
 
 def metric_dataset(name: str, split: str) -> tuple[str, str] | None:
