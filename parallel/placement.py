@@ -49,9 +49,7 @@ class Placement:
 
     @property
     def retries_out_of_memory(self) -> bool:
-        """Whether a step can be repeated when memory runs out. Not on many devices: the others are inside collectives
-        that this rank has left, and there is no way back to the step's beginning."""
-        return not self.sharded
+        return self.layout.retries_out_of_memory
 
     def build_model(self, config: Settings, tokenizer, dtype: torch.dtype, frozen: bool = False) -> torch.nn.Module:
         """A model with its weights, ready to compute here: see parallel/build.py."""

@@ -351,8 +351,8 @@ def estimate(
 
     budget = first_budget = estimator.token_budget()
     plan = filled(budget)
-    # One GPU repeats a step that does not fit in smaller micro-batches; on many the run would end.
-    repeats = kind == "cuda" and not layout.sharded and config.tokens_per_microbatch == "auto"
+    # A step that does not fit is repeated in smaller micro-batches where that can be; elsewhere the run would end.
+    repeats = kind == "cuda" and layout.retries_out_of_memory and config.tokens_per_microbatch == "auto"
     while repeats and plan.fits is False and plan.batch.units > 1:
         assert budget is not None  # the memory is known, or there would be no verdict
         budget //= 2

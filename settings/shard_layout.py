@@ -49,6 +49,12 @@ class ShardLayout:
         """Parts that each step's examples are cut into: devices of one tensor-parallel group share theirs."""
         return self.world_size // self.tp
 
+    @property
+    def retries_out_of_memory(self) -> bool:
+        """Whether a step can be repeated when memory runs out. Not on many devices: the others are inside collectives
+        that this rank has left, and there is no way back to the step's beginning."""
+        return not self.sharded
+
     def data_rank(self, rank: int) -> int:
         """Which of these parts process `rank` takes."""
         return rank // self.tp
