@@ -90,7 +90,7 @@ class BasicTrainer(PreparedRun):
 
     def out_of_memory(self, problem: str) -> str:
         """What to do about it, in words."""
-        budget = self.sampler.budget if hasattr(self, "sampler") else None  # there is none before the first pass
+        budget = self.sampler.budget if self.prepared else None
         return out_of_memory_message(problem, budget, self.world.rank if self.world.size > 1 else None)
 
     def train_step(self, step: Step) -> dict[str, tuple[float, float]] | None:
@@ -106,7 +106,7 @@ class BasicTrainer(PreparedRun):
         self.loss_scale.unscale(self.policy.parameters())
         self.heartbeat.at("summing gradients", self.state.updates)
         norm = self.placement.clip_gradients(self.policy, self.config.max_grad_norm)
-        # Whether a signal came on any rank travels with the metrics, which makes one host sync of the step's two.
+        # Whether a signal came on any rank travels with the metrics: the step needs no host sync of its own for it.
         signalled = torch.zeros_like(sums.sums[:, :1])
         signalled[0] = float(self.signals.received is not None)
         total = self.placement.reduce(torch.cat([sums.sums, signalled], dim=1))

@@ -1,6 +1,6 @@
 """One row of any supported format -> one PromptGroup (text), or the reason why the row is left out.
 
-Every parser has the form `parse(row, sft) -> PromptGroup | str`: a string is the reason under which a dropped row is
+Every parser has the form `parse(row) -> PromptGroup | str`: a string is the reason under which a dropped row is
 counted. A row that is malformed, rather than merely unusable, raises ValueError; the caller adds file and line.
 """
 
@@ -163,7 +163,7 @@ def is_conversation(value) -> bool:
 # ---- named sources -----------------------------------------------------------------------------------------------
 
 
-def parse_hh(row: dict, sft: bool) -> PromptGroup | str:
+def parse_hh(row: dict) -> PromptGroup | str:
     """Anthropic HH: two whole dialogues, which must be the same up to the last assistant turn of the chosen one."""
     chosen = text_of(column(row, "chosen"), "chosen")
     rejected = text_of(column(row, "rejected"), "rejected")
@@ -183,7 +183,7 @@ def split_dialogues(chosen: str, rejected: str) -> PromptGroup | str:
     return pair_group(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
 
 
-def parse_shp(row: dict, sft: bool) -> PromptGroup | str:
+def parse_shp(row: dict) -> PromptGroup | str:
     """Stanford Human Preferences: pairs whose scores differ by a factor of 2 or more, as its authors advise."""
     prompt = f"{HUMAN} {text_of(column(row, 'history'), 'history')}{ASSISTANT}"
     responses = [" " + text_of(column(row, name), name) for name in ("human_ref_A", "human_ref_B")]
@@ -203,7 +203,7 @@ def parse_shp(row: dict, sft: bool) -> PromptGroup | str:
     return group
 
 
-def parse_se(row: dict, sft: bool) -> PromptGroup | str:
+def parse_se(row: dict) -> PromptGroup | str:
     """StackExchange preferences: every two answers of different pm_score make a pair; HTML becomes text."""
     from data.html_text import html_to_text
 
@@ -241,12 +241,12 @@ def parse_se(row: dict, sft: bool) -> PromptGroup | str:
 # ---- formats recognised by their columns ---------------------------------------------------------------------------
 
 
-def parse_preferences(row: dict, sft: bool) -> PromptGroup | str:
+def parse_preferences(row: dict) -> PromptGroup | str:
     """{prompt, chosen, rejected}, each text or a conversation."""
     return _preferences(column(row, "prompt"), row)
 
 
-def parse_implicit(row: dict, sft: bool) -> PromptGroup | str:
+def parse_implicit(row: dict) -> PromptGroup | str:
     """{chosen, rejected} that begin with their prompt: whole dialogues in the layout of HH, or whole conversations."""
     return _preferences(None, row)
 
@@ -305,7 +305,7 @@ def _conversation_pair(prompt, chosen: list[dict], rejected: list[dict]) -> Prom
     return pair_group(messages, chosen[0]["content"], rejected[0]["content"])
 
 
-def parse_groups(row: dict, sft: bool) -> PromptGroup | str:
+def parse_groups(row: dict) -> PromptGroup | str:
     """{prompt, responses, pairs, sft_target}: the project's own shape, one prompt a row."""
     prompt = column(row, "prompt")
     prompt = _prompt_messages(prompt) if is_conversation(prompt) else text_of(prompt, "prompt")
@@ -345,7 +345,7 @@ def checked_group(prompt, responses, pairs, sft_target) -> PromptGroup | str:
     return group if group.responses or group.sft_target else EMPTY
 
 
-def parse_messages(row: dict, sft: bool) -> PromptGroup | str:
+def parse_messages(row: dict) -> PromptGroup | str:
     """{messages}: SFT on the last message, which must be the assistant's."""
     messages = messages_of(column(row, "messages"), "messages")
     if messages[-1]["role"] != "assistant":
@@ -355,7 +355,7 @@ def parse_messages(row: dict, sft: bool) -> PromptGroup | str:
     return _sft_group(messages[:-1], messages[-1]["content"])
 
 
-def parse_completion(row: dict, sft: bool) -> PromptGroup | str:
+def parse_completion(row: dict) -> PromptGroup | str:
     """{prompt, completion}: SFT, text or conversations."""
     prompt, completion = column(row, "prompt"), column(row, "completion")
     prompt = _prompt_messages(prompt) if is_conversation(prompt) else text_of(prompt, "prompt")
@@ -392,16 +392,17 @@ FORMATS = {  # the columns that mark a format -> its parser, whether it has pair
 CANONICAL_COLUMNS = sorted({name for _, _, columns in FORMATS.values() for name in columns})
 
 
-def detect_format(columns, sft: bool):
-    """(parser, columns it reads) for data with these columns. Raises ValueError when no format fits."""
+def detect_format(columns, responses_only: bool):
+    """(parser, columns it reads) for data with these columns; `responses_only`: the loss needs no pairs. Raises
+    ValueError when no format fits."""
     columns = set(columns)
     for needed, (parser, has_pairs, reads) in FORMATS.items():
         if not columns.issuperset(needed):
             continue
-        if not has_pairs and not sft:
+        if not has_pairs and not responses_only:
             raise ValueError(
-                f"columns {sorted(columns)} hold examples for loss=sft only, and no preferences; dpo and "
-                f"ipo need chosen and rejected, or responses and pairs"
+                f"columns {sorted(columns)} hold examples for loss=sft only, and no preferences; other losses need "
+                f"chosen and rejected, or responses and pairs"
             )
         if parser is parse_completion and "label" in columns:
             raise ValueError(

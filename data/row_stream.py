@@ -27,8 +27,8 @@ class RowStream:
         by_row: see `hold_out`. workers: processes for the costly parser.
     """
 
-    def __init__(self, name, split, rows, parser, columns, renames, test_share, sft, by_row, workers):
-        self.name, self.split, self.rows, self.sft = name, split, rows, sft
+    def __init__(self, name, split, rows, parser, columns, renames, test_share, responses_only, by_row, workers):
+        self.name, self.split, self.rows, self.responses_only = name, split, rows, responses_only
         self.parser, self.columns, self.renames = parser, columns, renames
         self.test_share, self.by_row, self.workers = test_share, by_row, workers
 
@@ -47,7 +47,7 @@ class RowStream:
         if self.parser is None:
             canonical = (names - set(self.renames.values())) | set(self.renames)
             try:
-                self.parser, self.columns = detect_format(canonical, self.sft)
+                self.parser, self.columns = detect_format(canonical, self.responses_only)
             except ValueError as error:
                 raise ValueError(f"data set {self.name} ({self.rows.label()}): {error}") from error
         elif not names & {self.renames.get(each, each) for each in self.columns}:
@@ -78,9 +78,9 @@ class RowStream:
         rows = self._rows()
         if self.parser is parse_se:  # HTML costs a hundred times what other rows do, so workers share it
             chunks = iter(lambda: list(islice(rows, 64)), [])
-            parsed = ordered_map(_parse_rows, chunks, self.workers, (self.parser, self.sft))
+            parsed = ordered_map(_parse_rows, chunks, self.workers, self.parser)
         else:
-            parsed = (_parse_rows((self.parser, self.sft), [row]) for row in rows)
+            parsed = (_parse_rows(self.parser, [row]) for row in rows)
         for chunk in parsed:
             for where, number, group in chunk:
                 if isinstance(group, ValueError):
@@ -140,13 +140,12 @@ class RowStream:
             )
 
 
-def _parse_rows(how, rows) -> list:
+def _parse_rows(parser, rows) -> list:
     """[(where, number, PromptGroup | reason | ValueError)] of rows [(where, number, row)]; runs in workers too."""
-    parser, sft = how
     done = []
     for where, number, row in rows:
         try:
-            group = parser(row, sft)
+            group = parser(row)
             if isinstance(group, PromptGroup):
                 group.row = number
         except ValueError as error:

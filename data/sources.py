@@ -161,7 +161,7 @@ class Source:
         return self.reader(self.counts)
 
 
-def open_source(name: str, split: str, config: DataOptions, sft: bool = False) -> Source:
+def open_source(name: str, split: str, config: DataOptions, responses_only: bool = False) -> Source:
     """Finds a data set and fingerprints it. Raises ValueError when it cannot be found."""
     if split not in SPLITS:
         raise ValueError(f"split={split!r}; allowed are {SPLITS}")
@@ -179,23 +179,30 @@ def open_source(name: str, split: str, config: DataOptions, sft: bool = False) -
         content = fingerprint_files(files, cache_folder(config) / "files")
         rows: _FileRows | _HubRows = _FileRows(files)
     else:
-        hub_rows, separate = _hub_rows(name, target, split, sft)
+        hub_rows, separate = _hub_rows(name, target, split, responses_only)
         rows, content = hub_rows, hub_rows.fingerprint
     test_share = None if separate else HOLD_OUT_SE if named and named.name == "se" else fraction
     parser, columns = (named.parser, named.columns) if named else (None, ())
     workers = worker_count(config.data.num_workers)
     by_row = test_share is not None and parser is parse_se
-    stream = RowStream(name, split, rows, parser, columns, renames, test_share, sft, by_row, workers)
-    identity = [content, named.name if named else "", renames, test_share, split if test_share is not None else "", sft]
+    stream = RowStream(name, split, rows, parser, columns, renames, test_share, responses_only, by_row, workers)
+    identity = [
+        content,
+        named.name if named else "",
+        renames,
+        test_share,
+        split if test_share is not None else "",
+        responses_only,
+    ]
     fingerprint = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
     return Source(name, split, truncation, fingerprint, stream.groups)
 
 
-def get_dataset(name: str, split: str, config: DataOptions, sft: bool = False) -> dict:
+def get_dataset(name: str, split: str, config: DataOptions, responses_only: bool = False) -> dict:
     """The whole split in the shape {prompt: {"responses", "pairs", "sft_target"}}, for looking at it."""
     return {
         group.key(): {"responses": group.responses, "pairs": group.pairs, "sft_target": group.sft_target}
-        for group in open_source(name, split, config, sft).groups()
+        for group in open_source(name, split, config, responses_only).groups()
     }
 
 
@@ -277,7 +284,7 @@ class _HubRows:
         return self.name
 
 
-def _hub_rows(name: str, target: str, split: str, sft: bool) -> tuple[_HubRows, bool]:
+def _hub_rows(name: str, target: str, split: str, responses_only: bool) -> tuple[_HubRows, bool]:
     """The rows of a Hub data set's split, and whether that split is a split of its own."""
     repository, _, configuration = target.partition(":")
     try:
@@ -295,7 +302,7 @@ def _hub_rows(name: str, target: str, split: str, sft: bool) -> tuple[_HubRows, 
     if not hasattr(loaded, "keys"):
         return _HubRows(loaded, name), False
     try:
-        found, separate = find_hub_split(loaded, split, sft)
+        found, separate = find_hub_split(loaded, split, responses_only)
     except ValueError as error:
         raise ValueError(f"data set {name}: {error}") from None
     if found is None:

@@ -114,14 +114,14 @@ def _saved_dataset_files(folder: Path) -> list[Path]:
 # ---- Hub data sets ---------------------------------------------------------------------------------------------------
 
 
-def find_hub_split(loaded, split: str, sft: bool) -> tuple[str | None, bool]:
+def find_hub_split(loaded, split: str, responses_only: bool) -> tuple[str | None, bool]:
     """What a loaded Hub data set calls `split`, and whether that holds `split` alone (as above).
 
     None for the only split there is, under any other name. Raises ValueError when no split fits.
     """
     words = ("test", "validation", "valid", "val", "dev", "eval")
-    test = next((found for word in words if (found := _hub_split(loaded, word, sft))), None)
-    train = _hub_split(loaded, "train", sft)
+    test = next((found for word in words if (found := _hub_split(loaded, word, responses_only))), None)
+    train = _hub_split(loaded, "train", responses_only)
     if train is None and test is None:
         if len(loaded) == 1:
             return None, False
@@ -132,9 +132,9 @@ def find_hub_split(loaded, split: str, sft: bool) -> tuple[str | None, bool]:
     return chosen, test is not None
 
 
-def _hub_split(loaded, word: str, sft: bool) -> str | None:
+def _hub_split(loaded, word: str, responses_only: bool) -> str | None:
     """The split called `word`, or `word` with the ending that some data sets give to the kind of loss."""
-    for candidate in (word, f"{word}_sft" if sft else f"{word}_prefs"):
+    for candidate in (word, f"{word}_sft" if responses_only else f"{word}_prefs"):
         if candidate in loaded:
             return candidate
     return None

@@ -12,7 +12,6 @@ The rules (each has a test):
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
 import re
@@ -132,15 +131,15 @@ def load_tokenized(
     """The split of a data set as tokens: from the cache when nothing that matters changed, else made and cached.
 
     kind: of the examples, see examples.py; all but "responses" are made of pairs, and share one cache.
-    progress: Reporter.progress or anything alike,
-    called as progress(total, description, unit) for a context manager with update(n).
+    progress: Reporter.progress or anything alike, called as progress(total, description, unit) for a context manager
+    with update(n).
     Raises ValueError for data that cannot be read or of which no example is left.
     """
-    sft = kind == "responses"
-    source = open_source(name, split, config, sft)
+    responses_only = kind == "responses"
+    source = open_source(name, split, config, responses_only)
     limits = Limits(config.max_length, config.max_prompt_length, source.truncation, config.data.on_overlong)
     encoder = TextEncoder(tokenizer, read_chat_template(config.data.chat_template))
-    identity = [FORMAT, source.fingerprint, encoder.digest(), bool(sft), vars(limits)]
+    identity = [FORMAT, source.fingerprint, encoder.digest(), responses_only, vars(limits)]
     key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
     parent = cache_folder(config)
     label = re.sub(r"[^\w.-]+", "_", name).strip("._")[-40:] or "data"
@@ -151,7 +150,9 @@ def load_tokenized(
     notice = [f"the token cache {final} is not usable, so it is made again: {problem}"] if problem else []
 
     def make(folder: Path) -> Path:
-        return _write(source, encoder, limits, sft, key, folder, final.name, progress, config.data.num_workers)
+        return _write(
+            source, encoder, limits, responses_only, key, folder, final.name, progress, config.data.num_workers
+        )
 
     try:
         folder = make(parent)
@@ -161,7 +162,6 @@ def load_tokenized(
             f"temporary folder for this run; data.cache_dir names another"
         )
         temporary = Path(tempfile.mkdtemp(prefix="tokens-"))
-        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         try:
             folder = make(temporary)
         except CacheWriteError as second:
@@ -169,7 +169,11 @@ def load_tokenized(
                 f"tokens can be written neither to {parent} ({error}) nor to {temporary} ({second}); free "
                 f"some space, or name a folder with data.cache_dir"
             ) from second
-    dataset = _opened(folder, name, split)
+        dataset = _opened(folder, name, split)
+        # The arrays are mapped already; without its name the folder goes with this process, however that ends.
+        shutil.rmtree(temporary, ignore_errors=True)
+    else:
+        dataset = _opened(folder, name, split)
     dataset.notices = notice + dataset.notices
     return dataset.of_kind(kind)
 
@@ -185,7 +189,7 @@ def _opened(folder: Path, name: str, split: str) -> TokenizedDataset:
     return dataset
 
 
-def _write(source: Source, encoder, limits, sft, key, parent: Path, label, progress, workers) -> Path:
+def _write(source: Source, encoder, limits, responses_only, key, parent: Path, label, progress, workers) -> Path:
     """Tokenises a source into a new folder of `parent`; returns the published folder."""
     folder = token_cache.new_folder(parent, label)
     files: dict[str, ArrayFile] = {}
@@ -193,7 +197,7 @@ def _write(source: Source, encoder, limits, sft, key, parent: Path, label, progr
         for name, (dtype, row) in ARRAYS.items():
             files[name] = ArrayFile(folder / f"{name}.npy", dtype, row)
         counts: Counter = Counter()
-        for chunk in tokenized_chunks(source, encoder, limits, sft, counts, progress, workers):
+        for chunk in tokenized_chunks(source, encoder, limits, responses_only, counts, progress, workers):
             _append(files, chunk)
         files["segment_starts"].append([files["tokens"].length])
         files["group_starts"].append([files["segment_starts"].length - 1])
@@ -209,7 +213,7 @@ def _write(source: Source, encoder, limits, sft, key, parent: Path, label, progr
             digest_size=16,
         ).hexdigest()
         counts.update(source.counts)
-        counts["pairs" if not sft else "examples"] = files["examples"].length
+        counts["pairs" if not responses_only else "examples"] = files["examples"].length
         counts["tokens"] = files["tokens"].length
         token_cache.write_manifest(
             folder,
@@ -255,7 +259,7 @@ def tokenized_chunks(
     source: Source,
     encoder: TextEncoder,
     limits: Limits,
-    sft: bool,
+    responses_only: bool,
     counts: Counter,
     progress=None,
     workers: int | None = None,
@@ -271,7 +275,7 @@ def tokenized_chunks(
 
     def rendered_chunks():
         while chunk := list(islice(groups, CHUNK)):
-            kept = [_rendered(group, encoder, sft, source, counts) for group in chunk]
+            kept = [_rendered(group, encoder, responses_only, source, counts) for group in chunk]
             kept = [each for each in kept if each]
             work.append((len(chunk), kept))
             yield [rendered for _, rendered, _ in kept]
@@ -306,9 +310,9 @@ def _one_ahead(function, items):
             yield running.result()
 
 
-def _rendered(group: PromptGroup, encoder: TextEncoder, sft: bool, source: Source, counts: Counter):
+def _rendered(group: PromptGroup, encoder: TextEncoder, responses_only: bool, source: Source, counts: Counter):
     """(group, its texts, pairs into them), or None for a group that this loss has no use for."""
-    if sft:
+    if responses_only:
         if group.sft_target is None:
             counts["dropped_no_sft_target"] += 1
             return None

@@ -175,7 +175,8 @@ class GroupLogps:
     def sum_by_group(self, values: torch.Tensor, group: torch.Tensor | None = None) -> torch.Tensor:
         """Sums [E] of values over the responses (or what else `group` says belongs to which prompt) of each prompt."""
         members = self.group if group is None else group
-        return values.new_zeros(self.n_groups).index_add(0, members, values)
+        # A product with a one-hot matrix adds in a fixed order, which index_add on a GPU would not.
+        return values @ torch.nn.functional.one_hot(members, self.n_groups).to(values.dtype)
 
     def metrics(self) -> dict[str, Metric]:
         """Values of `own_metrics`: the mean over a prompt's responses."""

@@ -112,16 +112,18 @@ def _sampled_figures(config: Settings, tokenizer, kind: str) -> DataFigures:
     from data.tokenization import tokenized_chunks
     from data.truncation import Limits
 
-    sft = kind == "responses"
+    responses_only = kind == "responses"
     encoder = TextEncoder(tokenizer, read_chat_template(config.data.chat_template))
     examples = tokens = 0.0
     seen, sources = [], []
     for name in config.datasets:
-        source = open_source(name, "train", config, sft)
+        source = open_source(name, "train", config, responses_only)
         limits = Limits(config.max_length, config.max_prompt_length, source.truncation, config.data.on_overlong)
         sample = dataclasses.replace(source, reader=functools.partial(_first_groups, source.reader), counts=Counter())
         n_examples = sample_tokens = 0
-        for group in itertools.chain.from_iterable(tokenized_chunks(sample, encoder, limits, sft, Counter())):
+        for group in itertools.chain.from_iterable(
+            tokenized_chunks(sample, encoder, limits, responses_only, Counter())
+        ):
             for numbers in _responses_of_examples(group.pairs, kind):
                 # Examples of a prompt meet in a step by chance only, unless asked for; each is taken to come alone.
                 lengths = len(group.prompt), tuple(len(group.responses[i]) for i in numbers)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from runs import LLAMA, STRONG, ChangedPlacement, assert_same_training, baseline, spoil, train
 
+from training.optimizer import LossScale
+
 LN2 = math.log(2)
 
 
@@ -100,7 +102,7 @@ def test_a_loss_scale_that_overflows_is_lowered_and_no_example_is_lost(folder):
     scales = []
 
     def prepare(trainer):
-        trainer.loss_scale.value = 2.0**16
+        trainer.loss_scale.active, trainer.loss_scale.value = True, 2.0**16
         gradients = trainer.gradients
 
         def overflowing(step):
@@ -116,6 +118,22 @@ def test_a_loss_scale_that_overflows_is_lowered_and_no_example_is_lost(folder):
     assert scales == [2.0**16, 2.0**15] + [2.0**14] * 11
     del run.losses[:2], run.norms[:2]  # the first step returned from its two repetitions as well
     assert_same_training(baseline(folder, *LLAMA), run)
+
+
+def test_a_loss_scale_grows_again_and_ends_the_run_at_less_than_one():
+    scale = LossScale(enabled=True)
+    for _ in range(16):
+        scale.lower()
+    assert scale.value == 1.0 and scale.active
+    for _ in range(LossScale.GROWTH_STEPS):
+        scale.stepped()
+    assert scale.value == 2.0, "it can grow again"
+    scale.lower()
+    with pytest.raises(FloatingPointError, match="overflow at every loss scale"):
+        scale.lower()
+    off = LossScale(enabled=False)
+    off.stepped()
+    assert off.value == 1.0 and not off.active
 
 
 # ---- Out of memory --------------------------------------------------------------------------------------------------

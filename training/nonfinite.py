@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from data.batching import MicroBatch
+from settings.schema import GuardSettings
 from training.run_state import TrainState
 from utils import World, gather_objects
 
@@ -46,7 +47,7 @@ class NonFiniteGuard:
         settings: `config.guards`; datasets: the training data sets; run_dir: where nonfinite.jsonl is written.
     """
 
-    settings: Any
+    settings: GuardSettings
     datasets: list
     tokenizer: Any
     run_dir: str

@@ -45,11 +45,8 @@ class LossScale:
     START, GROWTH_STEPS = 2.0**16, 2000
 
     def __init__(self, enabled: bool):
+        self.active = enabled
         self.value, self.good_steps = (self.START if enabled else 1.0), 0
-
-    @property
-    def active(self) -> bool:
-        return self.value != 1.0
 
     def unscale(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Take the factor out of the gradients, in place."""

@@ -58,6 +58,7 @@ class PreparedRun:
         for text in early_notices:
             self.notice(text)
         self.state = TrainState()
+        self.prepared = False  # whether the run has its steps, so that a pass may have begun
         self.stop_requested = False  # a signal came, on any rank
         self.signals = SignalWatch(on_first=rank_process.hold_on)  # the parent then gives the time that a save takes
         patience = 0.8 * 60 * config.guards.collective_timeout_minutes
@@ -95,6 +96,7 @@ class PreparedRun:
         self.first_budget = budget
         steps = make_steps(config, train, held_out, self.tokenizer, kind, self.placement, self.kernel, budget)
         self.sampler, self.eval_sampler, self.idle_batch = steps.training, steps.held_out, steps.idle_batch
+        self.prepared = True
         self.objective = Objective(self.loss, self.loss_options, self.policy)
         self.evaluation: Evaluation | None = None
         if self.eval_sampler is None:
@@ -146,6 +148,8 @@ class PreparedRun:
 
     def save(self, again: bool = False) -> None:
         """Write a checkpoint; `again`: a run resumed from it saves here once more, as an evaluation is due before."""
+        if self.config.debug or self.state.saved_at == self.state.step_number:
+            return
         self.heartbeat.at("saving", self.state.updates, patient=True)
         self.saver.save(
             self.state,

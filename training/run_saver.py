@@ -81,15 +81,13 @@ class RunSaver:
         again: bool = False,
         needs_state: bool = False,
     ) -> None:
-        """Write a checkpoint, unless this step is saved already or debug=true; a failure is reported and survived.
+        """Write a checkpoint; a failure is reported and survived.
 
         Args:
             budget, first_budget: tokens a pass now, and at the run's beginning; identity: see `restore`.
             again: a run resumed from it saves here once more, because an evaluation is due before.
             needs_state: write what is needed to resume whatever checkpoint.formats is: a signal ends the run.
         """
-        if self.config.debug or state.saved_at == state.step_number:
-            return
         before, state.saved_at = state.saved_at, state.step_number
         content = state.as_dict() | self.loss_scale.state()
         content |= {
