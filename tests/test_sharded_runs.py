@@ -98,12 +98,12 @@ def test_two_nodes_under_torchrun_train_together(folder, tmp_path):
         for node in range(2)
     ]
     try:
-        said = [node.communicate(timeout=200)[0] for node in nodes]
+        output = [node.communicate(timeout=200)[0] for node in nodes]
     finally:
         for node in nodes:
             if node.poll() is None:
                 node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    assert [node.returncode for node in nodes] == [0, 0], output[0][-3000:] + output[1][-3000:]
     lines = [json.loads(line) for path in tmp_path.glob("runs/*/*/metrics.jsonl") for line in open(path)]
     found = [line["loss/train"] for line in lines if "loss/train" in line]
     alone = train(folder, *LLAMA, *STRONG, "n_examples=10")

@@ -260,10 +260,10 @@ def train_into_trouble(world, folder, options, run_dir):
 def test_a_step_that_is_not_finite_on_one_rank_stops_all(folder, pools):
     run_dir = new_run_dir(folder)
     options = [*LLAMA, *STRONG, *FSDP]
-    said = pools(2).run(train_into_trouble, folder, options, run_dir)
-    assert said[0] == said[1] and said[0][1:] == (1, True), said
+    found = pools(2).run(train_into_trouble, folder, options, run_dir)
+    assert found[0] == found[1] and found[0][1:] == (1, True), found
     rows = [json.loads(line) for line in open(os.path.join(run_dir, "nonfinite.jsonl"))]
-    assert len(rows) == 1 and f"row {rows[0]['row']}." in said[0][0]
+    assert len(rows) == 1 and f"row {rows[0]['row']}." in found[0][0]
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(sharded):
