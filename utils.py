@@ -107,7 +107,7 @@ def broadcast_object(obj, world: World, src: int = 0):
     import torch.distributed as dist
 
     box = [obj]
-    # Named, because the default is the accelerator, where a pickle has no business.
+    # Named, because the default is the accelerator, which should not hold a pickle.
     dist.broadcast_object_list(box, src=src, device=torch.device("cpu"))
     return box[0]
 

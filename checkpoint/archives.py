@@ -86,7 +86,7 @@ def _verify(path):
 def read_state_dict(path, verify=True):
     """Returns {name: tensor}, on the CPU, mapped from the file where its format allows (memory stays near one copy).
 
-    `path`: a policy.pt of ours or of the reference DPO implementation ({'step_idx', 'state', 'metrics'}), a bare state
+    `path`: a policy.pt ({'step_idx', 'state', 'metrics'}, as the DPO reference implementation writes it), a bare state
     dict (.pt, .bin, .safetensors), a Hugging Face folder (names as on disk), a step folder or a run folder.
     Raises ValueError for a file that is missing, truncated, damaged, no checkpoint, or that holds more than tensors.
     """

@@ -4,7 +4,7 @@
     problem = checkpointer.save(examples, model, optimizer, tokenizer, trainer_state, metrics)     # None: all is well
     checkpointer.poll()      # with async_save: now and then, at the same place on every rank; finishes what is written
     checkpointer.finish()    # waits for a pending save and finishes it; returns its problem or None
-    checkpointer.close()     # finish, and give the run folder free
+    checkpointer.close()     # finish, and release the run folder
 
     step = checkpointer.resumable()                              # newest complete and undamaged step folder, or None
     trainer_state = checkpointer.load(step, model, optimizer)    # in place; RNG too when the world is the same
@@ -153,7 +153,7 @@ class Checkpointer:
             files = {name: entry for part in written for name, entry in part.items()}
             problem = self._agree(attempt(self._complete, save, files)[1] if self.world.is_main else None)
         if problem is not None and self.world.is_main:
-            # torch's writers speak of unexpected positions when the disk is full; looked at before tidying makes room
+            # torch's writers report unexpected positions when the disk is full; looked at before tidying makes room
             full = step_folders.free_bytes(self.run_dir) < 1 << 20 and "No space left" not in problem
             if "unexpected pos" in problem or full:
                 problem = f"the disk is full, or writing to it failed: {problem}"
@@ -198,7 +198,7 @@ class Checkpointer:
         return self._conclude(save, *future.result())
 
     def close(self):
-        """Finishes, and gives the run folder free for another process. Returns the last save's problem, or None."""
+        """Finishes, and releases the run folder for another process. Returns the last save's problem, or None."""
         self.finish()
         if self._executor is not None:
             self._executor.shutdown()

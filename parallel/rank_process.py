@@ -55,7 +55,7 @@ def call_in_group(function, config: Settings, run_dir, world: World, init_method
     same = {key: value for key, value in settings.flatten(settings.as_dict(config)).items() if not _per_node(key)}
     utils.check_same(utils.digest(same), "the configuration", world)
     result = function(config, run_dir, world)
-    utils.barrier(world)  # nobody hangs up while another still reads
+    utils.barrier(world)  # no rank closes its connections while another still reads
     dist.destroy_process_group()
     return result
 

@@ -137,7 +137,7 @@ class _Signals:
 
     def _handle(self, number, frame) -> None:
         now = time.monotonic()
-        # Ctrl-C in some terminals and schedulers that signal whole process trees send more than one for one wish.
+        # Ctrl-C in some terminals and schedulers that signal whole process trees send several for one request.
         if self.received and now - self.since < 1.0 and number == self.received[-1]:
             return
         self.received.append(number)

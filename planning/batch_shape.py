@@ -69,7 +69,7 @@ def largest_unit(config: Settings) -> BatchShape:
 def fill(unit: BatchShape, most: int, budget: int | None) -> BatchShape:
     """A micro-batch of units like this one: at most `most`, and as many tokens as the budget allows.
 
-    Real micro-batches mix lengths until the budget is full, so the unit is shortened to fill it to the brim.
+    Real micro-batches mix lengths until the budget is full, so the unit is shortened to fill it exactly.
     """
     if budget is None or unit.unit_tokens * most <= budget or unit.unit_tokens >= budget:
         units = most if budget is None or unit.unit_tokens * most <= budget else 1

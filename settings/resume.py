@@ -62,7 +62,7 @@ def _folder_to_resume(config: DictConfig, overrides: list[str]) -> str | None:
             raise ValueError(f"resume={config.resume}: this is not a run folder (it has no config.yaml)")
         return folder
     if config.local_run_dir is None:
-        return newest_run(config, overrides)
+        return newest_run(config)
     return config.local_run_dir if os.path.isfile(os.path.join(config.local_run_dir, "config.yaml")) else None
 
 
@@ -99,7 +99,7 @@ def may_change(key: str) -> bool:
     return key in SCHEMA and SCHEMA[key].may_change
 
 
-def newest_run(config: DictConfig, overrides: list[str]) -> str | None:
+def newest_run(config: DictConfig) -> str | None:
     """The newest run folder under local_dirs with the name of this run, its settings, and a checkpoint; else None."""
     if OmegaConf.is_missing(config.model, "name_or_path"):
         return None  # which validation reports

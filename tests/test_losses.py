@@ -217,7 +217,7 @@ def test_mistakes_in_a_loss_are_named(registry, pair):
 
 
 class TestPreferenceLoss:
-    """The function of the DPO paper's reference implementation, for its users' scripts."""
+    """The function of the DPO reference implementation, for its users' scripts."""
 
     def arguments(self, pair):
         return pair.policy_chosen, pair.policy_rejected, pair.reference_chosen, pair.reference_rejected

@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 import settings
 import utils
 
-# The README commands of the DPO paper's reference implementation; paths of weights are put in by the tests.
+# The README commands of the DPO reference implementation (eric-mitchell/direct-preference-optimization):
+# paths of weights are put in by the tests.
 REFERENCE_COMMANDS = [
     "model=pythia69 datasets=[hh] loss=sft exp_name=anthropic_dpo_pythia69 gradient_accumulation_steps=2 batch_size=64 "
     "eval_batch_size=32 trainer=FSDPTrainer sample_during_eval=false",

@@ -46,7 +46,7 @@ class SignalWatch:
     def _handle(self, number, frame) -> None:
         now = time.monotonic()
         if self.received is not None:
-            # A scheduler that signals every process of a job, and a launcher that passes it on, mean one wish.
+            # A scheduler that signals every process of a job, and a launcher that passes it on, mean one request.
             if number == self.received and now - self._since < 1.0:
                 return
             os._exit(128 + number)
