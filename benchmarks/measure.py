@@ -144,8 +144,9 @@ def useful_work(trainer) -> dict:
 
 
 def textbook(job: dict) -> dict:
-    """DPO as the paper's reference implementation lays it out: chosen and rejected rows padded into one batch, full
-    logits in fp32, a live reference. Plain PyTorch, written for this benchmark.
+    """DPO as the DPO reference implementation (eric-mitchell/direct-preference-optimization) lays it out: chosen and
+    rejected rows padded into one batch, full logits in fp32, a live reference. Plain PyTorch, written for this
+    benchmark.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -166,8 +167,8 @@ def textbook(job: dict) -> dict:
             logits = model(
                 input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
             ).logits.float()
-            each = logits.log_softmax(-1).flatten(0, 1)[batch.predictors, batch.targets]
-            return torch.zeros(len(batch.lengths), device=device).index_add(0, batch.response_of, each)
+            token_logps = logits.log_softmax(-1).flatten(0, 1)[batch.predictors, batch.targets]
+            return torch.zeros(len(batch.lengths), device=device).index_add(0, batch.response_of, token_logps)
 
         losses = []
         start = clock(torch)

@@ -82,7 +82,7 @@ class Checkpointer:
         try:
             removed = step_folders.recover(self.run_dir)
         except OSError as error:
-            self.notice(f"what a dead run left in {self.run_dir} cannot be cleared away ({error})")
+            self.notice(f"what an interrupted run left in {self.run_dir} cannot be cleared away ({error})")
         else:
             if removed:
                 self.notice(f"cleared away what an interrupted save left behind: {', '.join(removed)}")

@@ -40,7 +40,7 @@ class DatasetMixture:
         return int(round(self.weights[index] * len(self.datasets[index].examples)))
 
     def epoch_permutation(self, seed: int, epoch: int, shuffle: str | None = "pairs") -> np.ndarray:
-        """Example numbers of one epoch, in training order: a function of (seed, epoch) alone (Law 3).
+        """Example indices of one epoch, in training order: a function of (seed, epoch) alone (Law 3).
 
         Args:
             shuffle: "pairs" permutes examples; "prompts" permutes prompts and keeps a prompt's pairs together; None
@@ -51,37 +51,37 @@ class DatasetMixture:
         for index, dataset in enumerate(self.datasets):
             count, wanted = len(dataset.examples), self._share(index)
             whole, rest = divmod(wanted, count) if count else (0, 0)
-            numbers = [np.arange(count)] * whole
+            parts = [np.arange(count)] * whole
             if rest:
                 # A fractional weight walks round one permutation, epoch by epoch, so that all are seen equally often.
                 walk = np.random.default_rng([seed, index, 1]).permutation(count)
-                numbers.append(np.sort(walk[(epoch * rest + np.arange(rest)) % count]))
-            if numbers:
-                chosen.append(np.concatenate(numbers) + self.offsets[index])
-        order = np.concatenate(chosen) if chosen else np.zeros(0, dtype=np.int64)
+                parts.append(np.sort(walk[(epoch * rest + np.arange(rest)) % count]))
+            if parts:
+                chosen.append(np.concatenate(parts) + self.offsets[index])
+        example_indices = np.concatenate(chosen) if chosen else np.zeros(0, dtype=np.int64)
         rng = np.random.default_rng([seed, epoch])
         if shuffle == "pairs":
-            return rng.permutation(order)
+            return rng.permutation(example_indices)
         if shuffle == "prompts":
             # One number a prompt, unique over data sets.
             prompts = np.concatenate(
                 [dataset.examples[:, 0].astype(np.int64) + (index << 32) for index, dataset in enumerate(self.datasets)]
             )
-            first = np.unique(prompts, return_inverse=True)[1][order]
+            first = np.unique(prompts, return_inverse=True)[1][example_indices]
             rank = rng.permutation(first.max(initial=-1) + 1)
-            return order[np.argsort(rank[first], kind="stable")]
+            return example_indices[np.argsort(rank[first], kind="stable")]
         assert shuffle is None, shuffle
-        return order
+        return example_indices
 
-    def _locate(self, number: int) -> tuple[int, int]:
-        index = int(np.searchsorted(self.offsets, number, side="right")) - 1
-        return index, int(number - self.offsets[index])
+    def _locate(self, example_index: int) -> tuple[int, int]:
+        index = int(np.searchsorted(self.offsets, example_index, side="right")) - 1
+        return index, int(example_index - self.offsets[index])
 
-    def units(self, numbers: np.ndarray) -> list[PromptUnit]:
+    def units(self, example_indices: np.ndarray) -> list[PromptUnit]:
         """Group examples by prompt, each response once."""
         units: dict[tuple[int, int, int], PromptUnit] = {}
-        for number in numbers:
-            index, local = self._locate(int(number))
+        for example_index in example_indices:
+            index, local = self._locate(int(example_index))
             dataset = self.datasets[index]
             group, first, second = (int(x) for x in dataset.examples[local])
             whole = first < 0 and second < 0
@@ -157,7 +157,7 @@ class BatchSampler:
         if not self.epoch_size:
             raise ValueError("There is no example to make steps of; look at datasets and data.weights.")
         self.n_examples = min(n for n in (in_epochs, n_examples) if n is not None)
-        self._order: tuple[int, np.ndarray] | None = None
+        self._permutation: tuple[int, np.ndarray] | None = None  # (epoch, its epoch_permutation)
         # A step never crosses an epoch: the last one of an epoch is smaller instead, so that no example is dropped.
         self.steps_per_epoch = -(-self.epoch_size // batch_size)
         whole, rest = divmod(self.n_examples, self.epoch_size)
@@ -169,23 +169,24 @@ class BatchSampler:
         return min(epoch * self.epoch_size + min(index * self.batch_size, self.epoch_size), self.n_examples)
 
     def example_indices(self, step: int) -> np.ndarray:
-        """Example numbers of a step."""
+        """Example indices of a step."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        order = self._order  # read once: another thread may prepare the next epoch's first step
-        if order is None or order[0] != epoch:
-            order = self._order = (epoch, self.mixture.epoch_permutation(self.seed, epoch, self.shuffle))
+        permutation = self._permutation  # read once: another thread may prepare the next epoch's first step
+        if permutation is None or permutation[0] != epoch:
+            permutation = (epoch, self.mixture.epoch_permutation(self.seed, epoch, self.shuffle))
+            self._permutation = permutation
         left = self.n_examples - self.examples_before(step)
         start = index * self.batch_size
-        return order[1][start : start + min(self.batch_size, left)]
+        return permutation[1][start : start + min(self.batch_size, left)]
 
     def step(self, number: int) -> Step:
         """This rank's share of step `number`."""
-        numbers = self.example_indices(number)
+        example_indices = self.example_indices(number)
         slots = make_micro_batches(
-            self.mixture.units(numbers), self.n_ranks, self.budget, self.min_micro_batches, self.share_prefix
+            self.mixture.units(example_indices), self.n_ranks, self.budget, self.min_micro_batches, self.share_prefix
         )
         batches = [self.make_batch(slot[self.rank]) for slot in slots]
-        return Step(number, number // self.steps_per_epoch, len(numbers), batches)
+        return Step(number, number // self.steps_per_epoch, len(example_indices), batches)
 
     def steps(self, start: int = 0, stop: int | None = None) -> Iterator[Step]:
         """Steps start..stop-1, each prepared in a background thread while the one before it runs."""

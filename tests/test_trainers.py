@@ -136,8 +136,8 @@ def by_hand(config, trained, split="test"):
                 ids = torch.tensor([[*prompt.tolist(), *answer.tolist()]])
                 for model in (policy, reference):
                     with torch.no_grad():
-                        each = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-                    logps.append(each[len(prompt) - 1 :].double().sum())
+                        token_logps = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+                    logps.append(token_logps[len(prompt) - 1 :].double().sum())
             rows.append((data.name, logps))
     return rows
 
@@ -350,8 +350,8 @@ def test_dpo_equals_a_textbook_loop(folder, optimizer, keywords):
             mask[i, : len(prompt) + len(answer)] = 1
         logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
         labels = labels[:, 1:]
-        each = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
-        return (each * (labels != -100)).sum(-1)
+        token_logps = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        return (token_logps * (labels != -100)).sum(-1)
 
     for number, chosen_numbers in enumerate(numbers):
         pairs = data.examples[chosen_numbers].tolist()
