@@ -16,7 +16,7 @@ import time
 import zlib
 from pathlib import Path
 
-from utils import checksum, write_atomically
+from utils import checksum, hasher, write_atomically
 
 DATA_SUFFIXES = (
     ".jsonl.gz",
@@ -254,7 +254,7 @@ def fingerprint_files(files, memory: Path | None) -> str:
     memory: a folder that remembers digests by (path, size, times, inode), so that a file is read once; None or an
     unwritable one costs a read of the files at every start.
     """
-    total = hashlib.blake2b(digest_size=16)
+    total = hasher()
     for file in files:
         total.update(data_suffix(file).encode() + _file_digest(Path(file), memory))
     return total.hexdigest()

@@ -23,7 +23,7 @@ from data.row_stream import RowStream
 from data.splits import SPLITS, find_hub_split, find_split_files
 from data.workers import worker_count
 from preference_datasets import HOLD_OUT_SE, REGISTRY, NamedSource
-from utils import get_local_dir
+from utils import checksum, get_local_dir, hasher
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ def open_source(name: str, split: str, config: DataOptions, responses_only: bool
         split if test_share is not None else "",
         responses_only,
     ]
-    fingerprint = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+    fingerprint = checksum(json.dumps(identity, sort_keys=True).encode())
     return Source(name, split, truncation, fingerprint, stream.groups)
 
 
@@ -213,7 +213,7 @@ def _function_source(name, split, truncation, function) -> Source:
         raise ValueError(f"data set {name}: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"data set {name}: its function must return a dict of prompts, not {describe(data)}")
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hasher()
     groups = []
     counts: Counter = Counter()
     for number, (prompt, entry) in enumerate(data.items(), 1):

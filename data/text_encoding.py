@@ -5,7 +5,6 @@ chat marker) is encoded as the plain characters it is; only the chat template's 
 the EOS at a response's end become control tokens. transformers' tokenizers would take such text for control tokens.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 
 from data.chat_templates import ChatRenderer, RenderedGroup
+from utils import checksum
 
 
 class TextEncoder:
@@ -105,7 +105,7 @@ class TextEncoder:
             self.renderer.template,
             sorted(self.control.items()),
         ]
-        return hashlib.blake2b(json.dumps(parts).encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        return checksum(json.dumps(parts).encode(errors="surrogatepass"))
 
     # ---- text -> ids -------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ The rules (each has a test):
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -36,6 +35,7 @@ from data.text_encoding import TextEncoder, tokenizer_threads
 from data.token_cache import ArrayFile, CacheWriteError
 from data.truncation import Limits, TokenGroup, fit_group
 from data.workers import ordered_map, worker_count
+from utils import checksum
 
 FORMAT = 1  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
 CHUNK = 256  # groups that are encoded in one call
@@ -140,7 +140,7 @@ def load_tokenized(
     limits = Limits(config.max_length, config.max_prompt_length, source.truncation, config.data.on_overlong)
     encoder = TextEncoder(tokenizer, read_chat_template(config.data.chat_template))
     identity = [FORMAT, source.fingerprint, encoder.digest(), responses_only, vars(limits)]
-    key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+    key = checksum(json.dumps(identity, sort_keys=True).encode())
     parent = cache_folder(config)
     label = re.sub(r"[^\w.-]+", "_", name).strip("._")[-40:] or "data"
     final = parent / f"{label}-{split}-{key}"
@@ -202,16 +202,15 @@ def _write(source: Source, encoder, limits, responses_only, key, parent: Path, l
         files["segment_starts"].append([files["tokens"].length])
         files["group_starts"].append([files["segment_starts"].length - 1])
         manifest_files = {f"{name}.npy": file.close() for name, file in files.items()}
-        content = hashlib.blake2b(
+        content = checksum(
             json.dumps(
                 [
                     [name, entry["digest"], entry["shape"]]
                     for name, entry in sorted(manifest_files.items())
                     if name not in ("rows.npy", "truncated.npy")
                 ]
-            ).encode(),
-            digest_size=16,
-        ).hexdigest()
+            ).encode()
+        )
         counts.update(source.counts)
         counts["pairs" if not responses_only else "examples"] = files["examples"].length
         counts["tokens"] = files["tokens"].length

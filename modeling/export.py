@@ -12,6 +12,7 @@ from checkpoint.hf_folder import write_hf_folder
 from checkpoint.names import check_keys
 from modeling.loading import load_tokenizer, model_config, source_of
 from settings import Settings, complete, from_dict, recorded, replace
+from utils import remove_leftovers, temporary_beside
 
 
 def _run_config(source, base, trust_remote_code) -> Settings:
@@ -86,9 +87,9 @@ def export(source, folder, dtype=None, base=None, trust_remote_code=False):
         if wanted is not None:
             cast = {id(t): t.to(wanted) if t.is_floating_point() else t for t in state.values()}
             state = {name: cast[id(tensor)] for name, tensor in state.items()}  # tied ones stay one
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = Path(temporary_beside(folder))  # exports to one folder at once do not share it
     temporary.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(temporary.parent)
     try:
         write_hf_folder(model, state, tokenizer, temporary)
         if folder.exists():

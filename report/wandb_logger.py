@@ -9,6 +9,7 @@ from typing import Any
 from report.files import SAMPLES, read_json_lines
 from report.formatting import excerpt, well_formed
 from report.logger import Logger, RunInfo
+from utils import write_atomically
 
 
 class WandbLogger(Logger):
@@ -94,8 +95,7 @@ class WandbLogger(Logger):
     def _init(self, mode: Any) -> Any:
         import wandb
 
-        with open(self._id_path, "w") as file:
-            file.write(str(self.id))
+        write_atomically(self._id_path, str(self.id).encode())
         wandb_run = wandb.init(
             project=self.options.get("project"),
             entity=self.options.get("entity"),

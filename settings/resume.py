@@ -24,7 +24,7 @@ def resumed_config(config: DictConfig, overrides: list[str]) -> tuple[DictConfig
     Raises:
         ValueError: no such run, or settings changed that make another run of it; all of them are named.
     """
-    folder = _folder_to_resume(config, overrides)
+    folder = _folder_to_resume(config)
     if folder is None:
         fresh = config.copy()
         fresh.resume = None
@@ -54,7 +54,7 @@ def resumed_config(config: DictConfig, overrides: list[str]) -> tuple[DictConfig
     return saved, notes
 
 
-def _folder_to_resume(config: DictConfig, overrides: list[str]) -> str | None:
+def _folder_to_resume(config: DictConfig) -> str | None:
     """The run folder that `resume` names; None if it is auto and there is none yet."""
     if config.resume != "auto":
         folder = os.path.expanduser(config.resume)
