@@ -29,6 +29,9 @@ from losses.inputs import INPUTS, Inputs, Metric, PairLogps, UnpairedLogps
 PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 UNPAIRED_REWARDS = ("rewards/chosen", "rewards/rejected")
 
+# Types of options, beside Literal.
+OPTION_TYPES = (float, int, bool, str)
+
 
 @dataclass
 class LossOutput:
@@ -153,10 +156,17 @@ def register_loss(
         reference: whether it reads the reference's log-probs; None: if its input has some.
         start: given the loss's options as keywords, where it starts while the policy is the reference.
     Raises:
-        ValueError: the first argument is not annotated with a class of inputs.py, or an option with no type.
+        ValueError: the first argument is not annotated with a class of inputs.py; an option has no type, or one that
+            no value on the command line has; the name belongs to another function.
     """
 
     def add(function):
+        known = LOSSES.get(name)
+        if known is not None and _origin(known.function) != _origin(function):
+            raise ValueError(
+                f"loss={name} is registered already, by {'.'.join(_origin(known.function))}: give "
+                f"{'.'.join(_origin(function))} another name."
+            )
         hints = typing.get_type_hints(function, include_extras=True)
         first, *rest = inspect.signature(function).parameters.values()
         inputs = hints.get(first.name)
@@ -170,7 +180,7 @@ def register_loss(
             raise ValueError(f"loss={name}: annotate its option {untyped} with a type, such as {untyped}: float.")
         usual = {PairLogps: PAIR_REWARDS, UnpairedLogps: UNPAIRED_REWARDS}.get(inputs, ())
         has_reference = any("reference" in field.name for field in dataclasses.fields(inputs))
-        options = {p.name: _option(p, hints) for p in rest if p.kind is p.KEYWORD_ONLY}
+        options = {p.name: _option(name, p, hints) for p in rest if p.kind is p.KEYWORD_ONLY}
         LOSSES[name] = Loss(
             name,
             function,
@@ -185,7 +195,12 @@ def register_loss(
     return add
 
 
-def _option(parameter: inspect.Parameter, hints: dict[str, Any]) -> Option:
+def _origin(function: Callable) -> tuple[str, str]:
+    """Module and name of a function: a module that is imported a second time makes equal ones."""
+    return function.__module__, function.__qualname__
+
+
+def _option(loss: str, parameter: inspect.Parameter, hints: dict[str, Any]) -> Option:
     annotation, described = hints[parameter.name], Option()
     if typing.get_origin(annotation) is typing.Annotated:
         annotation, *more = typing.get_args(annotation)
@@ -193,6 +208,11 @@ def _option(parameter: inspect.Parameter, hints: dict[str, Any]) -> Option:
     choices: tuple = ()
     if typing.get_origin(annotation) is typing.Literal:
         choices, annotation = typing.get_args(annotation), str
+    elif annotation not in OPTION_TYPES:
+        raise ValueError(
+            f"loss={loss}: its option {parameter.name} is a {getattr(annotation, '__name__', annotation)}; "
+            "give it one of the types float, int, bool or str, or a Literal of its values."
+        )
     return dataclasses.replace(
         described, type=annotation, choices=choices, required=parameter.default is parameter.empty
     )

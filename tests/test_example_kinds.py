@@ -39,7 +39,8 @@ def test_examples_of_each_kind():
 @pytest.fixture
 def kinds(monkeypatch):
     """A loss of each kind, under the names of two that have a yaml."""
-    monkeypatch.setattr(losses.registry, "LOSSES", dict(losses.LOSSES))
+    others = {name: loss for name, loss in losses.LOSSES.items() if name not in ("dpo", "ipo")}
+    monkeypatch.setattr(losses.registry, "LOSSES", others)
 
     @losses.register_loss("dpo")
     def unpaired(

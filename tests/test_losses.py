@@ -216,6 +216,28 @@ def test_mistakes_in_a_loss_are_named(registry, pair):
         losses.find_loss("nothing")
 
 
+@pytest.mark.parametrize("kind", [list[float], dict, float | None])
+def test_an_option_of_a_type_that_no_setting_has_is_refused(registry, kind):
+    def mine(pairs: PairLogps, *, scales) -> LossOutput: ...
+
+    mine.__annotations__["scales"] = kind
+    with pytest.raises(ValueError, match="loss=mine: its option scales is a .*; give it one of the types float, int"):
+        losses.register_loss("mine")(mine)
+    assert "mine" not in registry.LOSSES
+
+
+def test_a_name_belongs_to_one_function(registry):
+    dpo = LOSSES["dpo"].function
+
+    with pytest.raises(ValueError, match="loss=dpo is registered already, by losses.pairwise.dpo: give .*mine another"):
+
+        @losses.register_loss("dpo")
+        def mine(pairs: PairLogps) -> LossOutput: ...
+
+    assert registry.LOSSES["dpo"].function is dpo
+    losses.register_loss("dpo")(dpo)  # its module imported a second time
+
+
 class TestPreferenceLoss:
     """The function of the DPO reference implementation, for its users' scripts."""
 
