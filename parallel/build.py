@@ -1,4 +1,11 @@
-"""A model built where it will compute: whole on one device, or its parts on many."""
+"""A model built where it will compute: whole on one device, or its parts on many.
+
+On one device the whole model fits, so the model library's own loader builds it with its weights, and it moves there. On
+many no rank may hold the whole: each builds it without content (on the meta device), cuts it, allocates its part and
+reads its part of the weights. One device does not go that way because it needs none of it, and because what no weights
+file holds (rotary frequencies, say) then has to be computed through a private function of the library
+(`private_apis.fill_computed_buffers`), where the loader does it by itself.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +19,7 @@ from parallel.fsdp import apply_fsdp
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import load_weights
 from settings import Settings
+from settings.shard_layout import offloads
 from utils import World
 
 
@@ -46,7 +54,7 @@ def build_model(
             block.compile(dynamic=True)  # rows differ in length
     choose_trainable(model, frozen, config.model.frozen)
     if mesh is not None:
-        offload = config.fsdp.cpu_offload or (frozen and config.fsdp.reference_cpu_offload)
+        offload = offloads(config, frozen)
         fsdp_mesh = mesh["shard"] if "tp" in mesh.mesh_dim_names else mesh
         apply_fsdp(model, blocks, fsdp_mesh, config, frozen, offload)
         materialize(model, device, torch.device("cpu") if offload else device)

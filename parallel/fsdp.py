@@ -7,6 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from modeling.loading import DTYPES
 from settings import Settings
+from settings.shard_layout import reduce_dtype_of, reshards_after_forward
 
 
 def apply_fsdp(model, blocks, mesh: DeviceMesh, config: Settings, frozen: bool, offload: bool) -> None:
@@ -15,16 +16,10 @@ def apply_fsdp(model, blocks, mesh: DeviceMesh, config: Settings, frozen: bool, 
     Norm, head and embeddings stay together in the root's group, so that tied weights are in one group.
     """
     fsdp = config.fsdp
-    compute = config.model.fsdp_policy_mp
-    precision = {}
-    if compute:
-        precision = {"param_dtype": DTYPES[compute], "reduce_dtype": DTYPES[fsdp.reduce_dtype or "float32"]}
-    elif fsdp.reduce_dtype:
-        precision = {"reduce_dtype": DTYPES[fsdp.reduce_dtype]}
+    dtypes = {"param_dtype": config.model.fsdp_policy_mp, "reduce_dtype": reduce_dtype_of(config)}
+    precision = {key: DTYPES[dtype] for key, dtype in dtypes.items() if dtype}
     pinned = mesh.device_type != "cpu"
-    # SHARD_GRAD_OP and NO_SHARD keep parameters whole between forward and backward. A frozen model has no backward
-    # pass to keep them for.
-    reshard = frozen or fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    reshard = frozen or reshards_after_forward(config)
     options = {
         "mesh": mesh,
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),

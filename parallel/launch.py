@@ -13,6 +13,7 @@ from parallel.rank_process import call, call_in_group, share_cores
 from parallel.rendezvous import srun_address
 from parallel.spawn import spawn
 from settings import Settings
+from settings.shard_layout import world_size_of
 from utils import World
 
 
@@ -39,7 +40,7 @@ def launch(function: Callable, config: Settings, run_dir: str | None = None, fre
         if not fresh:
             return call(function, config, run_dir, World(device="cuda:0" if device == "cuda" else device))
         return spawn(function, config, run_dir, ["cuda:0" if device == "cuda" else device], None)
-    size = config.world_size or (count if kind == "cuda" else 1)
+    size = world_size_of(config, kind, count)
     return spawn(function, config, run_dir, [f"cuda:{i}" if kind == "cuda" else "cpu" for i in range(size)], kind)
 
 

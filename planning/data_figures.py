@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.examples import examples_of_kind
+from data.options import mixture_weights
 from losses import find_loss
 from planning.batch_shape import BatchShape
 from settings import Settings
@@ -72,7 +73,7 @@ def _long_unit(units: list[tuple[int, tuple[int, ...]]], share: bool) -> BatchSh
 def _cached_figures(config: Settings, datasets) -> DataFigures:
     from data.sampler import BatchSampler, DatasetMixture
 
-    mixture = DatasetMixture(datasets, [float(config.data.weights.get(name, 1.0)) for name in config.datasets])
+    mixture = DatasetMixture(datasets, mixture_weights(config))
     sampler = BatchSampler(
         mixture,
         config.batch_size,
@@ -116,7 +117,7 @@ def _sampled_figures(config: Settings, tokenizer, kind: str) -> DataFigures:
     encoder = TextEncoder(tokenizer, read_chat_template(config.data.chat_template))
     examples = tokens = 0.0
     seen, sources = [], []
-    for name in config.datasets:
+    for name, weight in zip(config.datasets, mixture_weights(config), strict=True):
         source = open_source(name, "train", config, responses_only)
         limits = Limits(config.max_length, config.max_prompt_length, source.truncation, config.data.on_overlong)
         sample = dataclasses.replace(source, reader=functools.partial(_first_groups, source.reader), counts=Counter())
@@ -136,7 +137,7 @@ def _sampled_figures(config: Settings, tokenizer, kind: str) -> DataFigures:
             if time.monotonic() > until:
                 complete = False
                 break
-        factor = groups / max(1, min(groups, SAMPLE)) * float(config.data.weights.get(name, 1.0))
+        factor = groups / max(1, min(groups, SAMPLE)) * weight
         examples += n_examples * factor
         tokens += sample_tokens * factor
         least = "" if complete else "at least "

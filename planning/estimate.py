@@ -15,6 +15,7 @@ import utils
 from losses import find_loss
 from modeling import loading
 from modeling.loading import DTYPES
+from parallel.launch import visible_devices
 from parallel.rank_process import threads_of_rank
 from parallel.tensor_parallel import SPLITS, tensor_parallel_styles
 from planning.batch_shape import BatchShape, fill, largest_unit
@@ -23,7 +24,14 @@ from planning.plan import GB, Plan
 from planning.token_budget import activation_bytes, token_budget
 from planning.trace import PHASES, Shapes, logits_bytes, model_without_content, parameter_shapes, pass_peaks
 from settings import Settings
-from settings.shard_layout import ShardLayout, layout_of
+from settings.shard_layout import (
+    ShardLayout,
+    layout_of,
+    offloads,
+    reduce_dtype_of,
+    reshards_after_forward,
+    world_size_of,
+)
 
 # Assumed: an accelerator's context, its libraries' workspaces and the communicator's buffers, bytes.
 ACCELERATOR_OVERHEAD = int(1.2e9)
@@ -33,7 +41,8 @@ def target_device(config: Settings) -> tuple[str, int | None]:
     """(kind, bytes of one device) that is planned for: `plan_device_memory_gb`, else the device that is visible."""
     asked = (config.device or "").split(":")[0]
     given = config.plan_device_memory_gb
-    visible = torch.cuda.is_available() and asked in ("", "cuda")
+    kind, count = visible_devices(config)
+    visible = kind == "cuda"
     if visible or asked == "cuda" or (given and not asked):
         found = torch.cuda.get_device_properties(0).total_memory if visible else None
         return "cuda", int(given * GB) if given else found
@@ -42,17 +51,8 @@ def target_device(config: Settings) -> tuple[str, int | None]:
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
-        return asked or "cpu", None
-    return asked or "cpu", memory // (_world_size(config, "cpu") if asked != "mps" else 1)
-
-
-def _world_size(config: Settings, kind: str) -> int:
-    joined = utils.joined_world()
-    if joined:
-        return joined[1]
-    if config.world_size:
-        return config.world_size
-    return max(1, torch.cuda.device_count()) if kind == "cuda" and config.trainer != "BasicTrainer" else 1
+        return kind, None
+    return kind, memory // (world_size_of(config, kind, count) if kind == "cpu" else 1)
 
 
 # ---- The model on a rank --------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class _Estimator:
         if self.kind == "cuda" and self.config.tokens_per_microbatch == "auto":
             if self.capacity is None:
                 return None
-            on_host = self.layout.sharded and self.config.fsdp.cpu_offload
+            on_host = self.layout.sharded and offloads(self.config, frozen=False)
             weights = self.model.shapes.buffers + (0 if on_host else sum(self.model.sizes))
             free = max(0, self.capacity - ACCELERATOR_OVERHEAD - weights)
         local = utils.processes_on_node(self.layout.world_size)
@@ -184,12 +184,12 @@ class _Estimator:
         )
         host: dict[str, int] = {}
         offloaded = []
-        if self.layout.sharded and self.config.fsdp.cpu_offload:
+        if self.layout.sharded and offloads(self.config, frozen=False):
             offloaded = list(lasting)
             # All gradients lie in host memory by then.
             parts["gradients"] = sum(sizes)
             host["optimizer temporaries"], step_parts = step_parts["optimizer temporaries"], {}
-        elif self.layout.sharded and self.config.fsdp.reference_cpu_offload and self.online:
+        elif self.layout.sharded and offloads(self.config, frozen=True) and self.online:
             offloaded = ["reference"]
         notes = list(self.notes)
         if self.kind != "cpu":  # on a CPU there is no other memory to move to
@@ -268,16 +268,14 @@ class _Estimator:
         elements = [sum(math.prod(shape) for _, shape, _ in group) for group in shapes.groups]
         root, block, every_group = elements[0], max(elements[1:]), sum(elements)
         c = self.compute.itemsize
-        if fsdp.reduce_dtype:
-            reduce = DTYPES[fsdp.reduce_dtype].itemsize
-        else:
-            reduce = 4 if self.config.model.fsdp_policy_mp else self.own.itemsize
+        reduce_dtype = reduce_dtype_of(self.config)
+        reduce = DTYPES[reduce_dtype].itemsize if reduce_dtype else self.own.itemsize
         # The head's gradient waits for the root's turn at the end; a tied one is still on its way there, and traced.
         vocabulary = 0 if shapes.tied else max((math.prod(shape) for _, shape, _ in shapes.groups[0]), default=0)
         early = 1 if fsdp.backward_prefetch else 0
         ahead = fsdp.forward_prefetch or 1
         gathered = self.layout.shards > 1
-        if fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"):
+        if reshards_after_forward(self.config):
             forward = root * c * (1 + gathered) + (1 + ahead) * block * c
             head = (root + vocabulary + block) * c
             late = (root + vocabulary + (3 + early) * block) * c + block * reduce
@@ -334,7 +332,7 @@ def estimate(
     """
     found_kind, found_capacity = target_device(config)
     kind, capacity = kind or found_kind, capacity or found_capacity
-    world = world_size or _world_size(config, kind)
+    world = world_size or world_size_of(config, kind, torch.cuda.device_count())
     layout = layout_of(config, world)
     model_config = model_config or loading.model_config(config, loading.load_tokenizer(config))
     model = _model_on_a_rank(config, layout, model_config)

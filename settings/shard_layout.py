@@ -1,6 +1,6 @@
 """How the processes of a run share a model and its data: numbers only, known before any process starts.
 
-The checks of the settings, the trainers and the memory plan all ask `layout_of`, so that they cannot disagree.
+The checks of the settings, the trainers and the memory plan all ask here, so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -58,6 +58,38 @@ class ShardLayout:
     def data_rank(self, rank: int) -> int:
         """Which of these parts process `rank` takes."""
         return rank // self.tp
+
+
+def world_size_of(config: Settings, kind: str, count: int) -> int:
+    """Processes of a run: those that joined through torchrun or srun, else `world_size`, else one a device.
+
+    Args:
+        kind, count: type of the devices and how many are visible, as `parallel.launch.visible_devices` finds them.
+    """
+    joined = utils.joined_world()
+    if joined:
+        return joined[1]
+    if config.trainer == "BasicTrainer":
+        return 1
+    return config.world_size or (max(1, count) if kind == "cuda" else 1)
+
+
+def offloads(config: Settings, frozen: bool) -> bool:
+    """Whether a sharded model's parameters lie in host memory; frozen: it is the reference."""
+    return config.fsdp.cpu_offload or (frozen and config.fsdp.reference_cpu_offload)
+
+
+def reshards_after_forward(config: Settings) -> bool:
+    """Whether blocks that are trained give their gathered parameters back between forward and backward.
+
+    SHARD_GRAD_OP and NO_SHARD keep them whole. A frozen model has no backward pass to keep them for.
+    """
+    return config.fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+
+
+def reduce_dtype_of(config: Settings) -> str | None:
+    """Name of the dtype that gradients are reduced in; None: that of the parameters."""
+    return config.fsdp.reduce_dtype or ("float32" if config.model.fsdp_policy_mp else None)
 
 
 def layout_of(config: Settings, world_size: int) -> ShardLayout:

@@ -42,7 +42,9 @@ def write(path: Path, rows) -> Path:
 
 
 # What data/ reads of a run's settings, with the defaults of config/config.yaml.
-DEFAULTS = dict(paths={}, columns={}, plugins=[], test_fraction=0.05, truncation=None, on_overlong="truncate")
+DEFAULTS = dict(
+    weights={}, paths={}, columns={}, plugins=[], test_fraction=0.05, truncation=None, on_overlong="truncate"
+)
 DEFAULTS |= dict(chat_template=None, cache_dir=None, num_workers=1)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from data.batching import MicroBatch, PromptUnit, pack, pad
 from data.examples import ONE_RESPONSE
+from data.options import mixture_weights
 from data.sampler import BatchSampler, DatasetMixture
 from data.tokenization import load_tokenized
 from modeling.attention_kernels import is_packed
@@ -55,7 +56,7 @@ def load_datasets(
 
 def training_mixture(config: Settings, datasets: list) -> DatasetMixture:
     """The training data sets with their weights."""
-    return DatasetMixture(datasets, [float(config.data.weights.get(name, 1.0)) for name in config.datasets])
+    return DatasetMixture(datasets, mixture_weights(config))
 
 
 @dataclass

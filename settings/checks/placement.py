@@ -7,7 +7,7 @@ from settings.checks.common import refuse_change
 from settings.checks.optimizer import OPTIMIZERS, WHOLE_TENSORS_ONLY
 from settings.messages import near_miss
 from settings.schema import FsdpSettings, Settings, keys_in
-from settings.shard_layout import layout_of
+from settings.shard_layout import layout_of, world_size_of
 
 _FSDP_KEYS = keys_in(FsdpSettings, "fsdp.")
 
@@ -73,7 +73,7 @@ def check(settings: Settings, device_count: int | None) -> None:
             "among them with CUDA_VISIBLE_DEVICES"
         )
     if world is None and device_count is not None:
-        world = 1 if kind == "cpu" else device_count
+        world = world_size_of(settings, kind or "cuda", device_count)
     if kind == "cuda" and device_count is not None and not joined and world is not None and world > device_count:
         raise ValueError(
             f"world_size={world}, but only {device_count} CUDA devices are visible here; there is one process a device"
