@@ -12,10 +12,13 @@ import importlib
 import pkgutil
 
 from losses.inputs import GroupLogps, PairLogps, ResponseLogps, UnpairedLogps
-from losses.registry import LOSSES, Loss, LossOutput, Option, Start, find_loss, register_loss
+from losses.registry import BROKEN, LOSSES, Loss, LossOutput, Option, Start, find_loss, register_loss
 
 for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"losses.{_module.name}")
+    try:
+        importlib.import_module(f"losses.{_module.name}")
+    except Exception as _error:  # whatever a file that somebody is writing raises: find_loss reports it
+        BROKEN[f"losses/{_module.name}.py"] = _error
 
 __all__ = [
     "LOSSES",

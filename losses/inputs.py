@@ -37,6 +37,10 @@ class ResponseLogps:
         chosen = batch.pairs[:, 0]
         return cls(policy[chosen], batch.lengths[chosen])
 
+    @property
+    def n_examples(self) -> int:
+        return len(self.policy)
+
     def metrics(self) -> dict[str, Metric]:
         """Values of `own_metrics`."""
         return {"logps/chosen": self.policy, "lengths/chosen": self.lengths}
@@ -93,6 +97,10 @@ class PairLogps:
             "rewards/margins": chosen - rejected,
         }
 
+    @property
+    def n_examples(self) -> int:
+        return len(self.policy_chosen)
+
     def metrics(self) -> dict[str, Metric]:
         """Values of `own_metrics`."""
         return {
@@ -132,6 +140,10 @@ class UnpairedLogps:
         reward = beta * (self.policy - self.reference).detach()
         good = self.desirable.to(reward.dtype)
         return {"rewards/chosen": (reward, good), "rewards/rejected": (reward, 1 - good)}
+
+    @property
+    def n_examples(self) -> int:
+        return len(self.policy)
 
     def metrics(self) -> dict[str, Metric]:
         """Values of `own_metrics`."""
@@ -177,6 +189,10 @@ class GroupLogps:
         members = self.group if group is None else group
         # A product with a one-hot matrix adds in a fixed order, which index_add on a GPU would not.
         return values @ torch.nn.functional.one_hot(members, self.n_groups).to(values.dtype)
+
+    @property
+    def n_examples(self) -> int:
+        return self.n_groups
 
     def metrics(self) -> dict[str, Metric]:
         """Values of `own_metrics`: the mean over a prompt's responses."""

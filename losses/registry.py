@@ -97,14 +97,27 @@ class Loss:
         """Losses and metrics of E examples.
 
         Raises:
-            ValueError: the function returned other metrics than it declared.
+            ValueError: the function did not return a LossOutput of tensors [E] with the metrics that it declared.
         """
         output = self.function(inputs, **options)
+        if not isinstance(output, LossOutput):
+            raise ValueError(f"loss={self.name} returned a {type(output).__name__}: it must return a LossOutput.")
         if tuple(output.metrics) != self.metrics:
             raise ValueError(
                 f"loss={self.name} returned the metrics {', '.join(output.metrics) or 'none'}, but is registered with "
                 f"{', '.join(self.metrics) or 'none'}: name them in order with @register_loss(..., metrics=...)."
             )
+        tensors = {"losses": output.losses}
+        for metric, value in output.metrics.items():
+            tensors |= dict(zip((metric, f"weights of {metric}"), value if isinstance(value, tuple) else (value,)))
+        for what, value in tensors.items():
+            shape = getattr(value, "shape", None)
+            if shape is None or len(shape) != 1 or len(value) != inputs.n_examples:
+                found = type(value).__name__ if shape is None else f"shape {list(shape)}"
+                raise ValueError(
+                    f"loss={self.name}: its {what} must be a tensor of one number an example, shape "
+                    f"[{inputs.n_examples}], not {found}."
+                )
         return output
 
     def needs_reference(self, options: Mapping[str, Any]) -> bool:
@@ -140,6 +153,7 @@ def metric_name(name: str, split: str) -> str:
 
 
 LOSSES: dict[str, Loss] = {}
+BROKEN: dict[str, Exception] = {}  # files of losses/ that could not be imported, and why
 
 
 def register_loss(
@@ -168,16 +182,28 @@ def register_loss(
                 f"{'.'.join(_origin(function))} another name."
             )
         hints = typing.get_type_hints(function, include_extras=True)
-        first, *rest = inspect.signature(function).parameters.values()
-        inputs = hints.get(first.name)
+        parameters = list(inspect.signature(function).parameters.values())
+        rest = parameters[1:]
+        inputs = hints.get(parameters[0].name) if parameters else None
         if inputs not in INPUTS:
             raise ValueError(
                 f"loss={name}: annotate the first argument of {function.__name__} with what it takes, one of "
                 f"{', '.join(cls.__name__ for cls in INPUTS)}."
             )
+        unnamed = next((p.name for p in rest if p.kind is not p.KEYWORD_ONLY), None)
+        if unnamed:
+            raise ValueError(f"loss={name}: put its option {unnamed} behind a *, so that it is given by name.")
         untyped = next((p.name for p in rest if p.kind is p.KEYWORD_ONLY and p.name not in hints), None)
         if untyped:
             raise ValueError(f"loss={name}: annotate its option {untyped} with a type, such as {untyped}: float.")
+        if isinstance(metrics, str):
+            raise ValueError(f"loss={name}: give metrics as a tuple, metrics=({metrics!r},).")
+        taken = {"loss", *inputs.own_metrics} & set(metrics or ())
+        if taken:
+            raise ValueError(
+                f"loss={name}: every loss of {inputs.__name__} reports {', '.join(sorted(taken))} already; give its "
+                "own metric another name."
+            )
         usual = {PairLogps: PAIR_REWARDS, UnpairedLogps: UNPAIRED_REWARDS}.get(inputs, ())
         has_reference = any("reference" in field.name for field in dataclasses.fields(inputs))
         options = {p.name: _option(name, p, hints) for p in rest if p.kind is p.KEYWORD_ONLY}
@@ -222,8 +248,10 @@ def find_loss(name: str) -> Loss:
     """The loss of that name.
 
     Raises:
-        ValueError: it has a yaml, but no function.
+        ValueError: it has a yaml, but no function; or a file of losses/ cannot be imported.
     """
+    for file, error in BROKEN.items():
+        raise ValueError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
     if name not in LOSSES:
         raise ValueError(
             f"loss={name} has a file in config/loss, but no module in losses/ has @register_loss({name!r})."

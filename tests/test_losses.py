@@ -277,3 +277,48 @@ class TestPreferenceLoss:
         import trainers
 
         assert trainers.preference_loss is preference_loss
+
+
+@pytest.mark.parametrize(
+    "returned, complaint",
+    [
+        (lambda pairs: (pairs.policy_chosen, 0, 0), "returned a tuple: it must return a LossOutput"),
+        (lambda pairs: LossOutput(pairs.policy_chosen.mean(), {"gap": pairs.policy_chosen}), r"losses must .*\[1\]"),
+        (lambda pairs: LossOutput(pairs.policy_chosen, {"gap": 1.0}), "its gap must be a tensor .* not float"),
+    ],
+)
+def test_what_a_loss_returns_is_checked(registry, pair, returned, complaint):
+    @losses.register_loss("mine", metrics=("gap",))
+    def mine(pairs: PairLogps) -> LossOutput:
+        return returned(pairs)
+
+    with pytest.raises(ValueError, match=complaint):
+        losses.find_loss("mine")(pair)
+
+
+def test_what_a_loss_declares_is_checked(registry):
+    with pytest.raises(ValueError, match="reports logps/chosen already"):
+
+        @losses.register_loss("mine", metrics=("logps/chosen",))
+        def clashing(pairs: PairLogps) -> LossOutput: ...
+
+    with pytest.raises(ValueError, match=r"metrics=\('kl',\)"):
+
+        @losses.register_loss("mine", metrics="kl")
+        def text(pairs: PairLogps) -> LossOutput: ...
+
+    with pytest.raises(ValueError, match="put its option beta behind a"):
+
+        @losses.register_loss("mine")
+        def positional(pairs: PairLogps, beta: float) -> LossOutput: ...
+
+    with pytest.raises(ValueError, match="annotate the first argument of nothing"):
+
+        @losses.register_loss("mine")
+        def nothing() -> LossOutput: ...
+
+
+def test_a_file_that_cannot_be_imported_is_reported_once_a_loss_is_needed(monkeypatch):
+    monkeypatch.setitem(losses.registry.BROKEN, "losses/bad.py", ModuleNotFoundError("No module named 'x'"))
+    with pytest.raises(ValueError, match="losses/bad.py cannot be imported: ModuleNotFoundError: No module named 'x'"):
+        losses.find_loss("dpo")

@@ -18,12 +18,15 @@ def keys_of(flat: dict[str, Any]) -> dict[str, Key]:
 
 
 def loss_keys(name: str | None) -> dict[str, Key]:
-    """A loss's own keys: the options that its function declares."""
+    """A loss's own keys: the options that its function declares. One that its yaml leaves out may be left out."""
     loss = registry.LOSSES.get(name or "")
-    return {f"loss.{option}": _key_of_option(what) for option, what in loss.options.items()} if loss else {}
+    if loss is None:
+        return {}
+    written = (read(f"loss/{name}.yaml") or {}) if name in options("loss") else {}
+    return {f"loss.{key}": _key_of_option(option, key not in written) for key, option in loss.options.items()}
 
 
-def _key_of_option(option: Option) -> Key:
+def _key_of_option(option: Option, optional: bool) -> Key:
     kind, choices, null = kind_of(option.type)
     return Key(
         option.meaning or "an option of the loss",
@@ -33,7 +36,7 @@ def _key_of_option(option: Option) -> Key:
         option.high,
         option.open,
         null,
-        optional=not option.required,
+        optional=optional,
     )
 
 
@@ -67,6 +70,11 @@ def _check_loss_file(name: str | None) -> None:
     """A loss has a function and a yaml with its options, which may have been written by the user."""
     if name in options("loss"):
         find_loss(name).check_options([key for key in read(f"loss/{name}.yaml") if key != "name"])
+        return
+    for file in options("loss"):
+        if (read(f"loss/{file}.yaml") or {}).get("name") == name:
+            found = "no name" if name is None else f"the name {name}"
+            raise ValueError(f"config/loss/{file}.yaml has {found}: it must say  name: {file}")
 
 
 def unknown_key(key: str, flat: dict[str, Any]) -> str:
