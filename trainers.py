@@ -99,7 +99,7 @@ class BasicTrainer(PreparedRun):
         Raises:
             FloatingPointError: loss or gradient is not finite, and guards do not allow to skip.
         """
-        rate = learning_rate(self.config, self.state.updates, self.sampler.n_steps)
+        rate = learning_rate(self.config, self.state.updates, step.number, self.sampler.n_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         sums, seen = self._gradients_within_memory(step)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import private_apis
 from modeling import loading
-from modeling.blocks import checkpoint_activations, choose_trainable, find_blocks
+from modeling.blocks import checkpoint_activations, choose_trainable, compile_blocks, find_blocks
 from parallel.fsdp import apply_fsdp
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import load_weights
@@ -28,8 +28,8 @@ def build_model(
 ) -> torch.nn.Module:
     """A model with its weights, in evaluation mode; on many devices each rank holds its part.
 
-    The order matters: blocks are found before sharding renames their classes, and matrices are split before FSDP2 cuts
-    what is left of them.
+    The order matters: blocks are found before sharding renames their classes, matrices are split before FSDP2 cuts
+    what is left of them, and blocks are compiled before checkpointing wraps them.
 
     Args:
         mesh: the ranks that share the model, with dimensions named as in `ShardLayout.grid`; None: one device.
@@ -46,16 +46,16 @@ def build_model(
     blocks = find_blocks(model, config.model.block_name)
     if mesh is not None and "tp" in mesh.mesh_dim_names:
         apply_tensor_parallel(model, mesh["tp"])
+    if config.compile:
+        compile_blocks(blocks)
     every = int(config.activation_checkpointing)
     if every and not frozen:
         checkpoint_activations(blocks, every)
-    if config.compile:
-        for block in blocks:
-            block.compile(dynamic=True)  # rows differ in length
     choose_trainable(model, frozen, config.model.frozen)
     if mesh is not None:
         offload = offloads(config, frozen)
-        fsdp_mesh = mesh["shard"] if "tp" in mesh.mesh_dim_names else mesh
+        data_dims = tuple(name for name in mesh.mesh_dim_names if name != "tp")
+        fsdp_mesh = mesh[data_dims] if "tp" in mesh.mesh_dim_names else mesh
         apply_fsdp(model, blocks, fsdp_mesh, config, frozen, offload)
         materialize(model, device, torch.device("cpu") if offload else device)
         load_weights(model, config, tokenizer, dtype, world)

@@ -32,6 +32,7 @@ def apply_fsdp(model, blocks, mesh: DeviceMesh, config: Settings, frozen: bool, 
         for index, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + fsdp.forward_prefetch])
     if fsdp.backward_prefetch is None:
-        # An explicit, empty list takes the place of the implicit prefetch of the block before.
-        for block in blocks:
-            block.set_modules_to_backward_prefetch([])
+        # FSDP2 takes an empty list for its default, the block before. A module that is to fetch itself fetches nothing:
+        # its own parameters are there by then. The root counts, too: by default it fetches the last block.
+        for module in (*blocks, model):
+            module.set_modules_to_backward_prefetch([module])

@@ -103,13 +103,24 @@ def rank_main(
 
 def threads_of_rank(local_size: int) -> int:
     """Threads that torch uses in one of `local_size` ranks of a node on the CPU: its part of the cores, unless the user
-    chose (1 is what torchrun sets when the user did not)."""
-    if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+    chose by OMP_NUM_THREADS or MKL_NUM_THREADS."""
+    if "MKL_NUM_THREADS" in os.environ or ("OMP_NUM_THREADS" in os.environ and not _torchrun_chose_threads()):
         import torch
 
         return torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_size)
+
+
+def _torchrun_chose_threads() -> bool:
+    """Whether OMP_NUM_THREADS=1 comes from torchrun, which sets it for its processes where the user set nothing."""
+    if os.environ["OMP_NUM_THREADS"] != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as file:  # what torchrun itself was started with
+            return b"OMP_NUM_THREADS=" not in file.read()
+    except OSError:
+        return True
 
 
 def share_cores(local_size: int) -> None:

@@ -104,7 +104,10 @@ def layout_of(config: Settings, world_size: int) -> ShardLayout:
     if tp > 1:
         if world_size % tp:
             raise ValueError(f"tp_size={tp} does not divide the world of {world_size} processes")
-        return ShardLayout((("shard", world_size // tp), ("tp", tp)))
+        groups = world_size // tp
+        if strategy == "NO_SHARD" and groups > 1:
+            return ShardLayout((("replicate", groups), ("shard", 1), ("tp", tp)))
+        return ShardLayout((("shard", groups), ("tp", tp)))
     if strategy == "NO_SHARD":
         return ShardLayout((("replicate", world_size), ("shard", 1)))
     if strategy == "HYBRID_SHARD":

@@ -2,7 +2,9 @@
 rank of many without the others. Checked with torch 2.13. (What the application uses is in private_apis.py.)
 """
 
+import contextlib
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 
@@ -26,6 +28,22 @@ def fsdp_options(block: torch.nn.Module) -> FsdpOptions:
         group.mp_policy,
         len(state._states_to_forward_prefetch),
     )
+
+
+@contextlib.contextmanager
+def early_gathers():
+    """A list of the modules whose parameters FSDP2 gathers ahead of their turn, by name, while the context lasts."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    names, original = [], FSDPParamGroup._prefetch_unshard
+
+    def watched(group, pass_type):
+        if not group.is_unsharded:
+            names.append(group._module_fqn)
+        original(group, pass_type)
+
+    with patch.object(FSDPParamGroup, "_prefetch_unshard", staticmethod(watched)):
+        yield names
 
 
 def join_simulated_group(size: int) -> None:

@@ -1,12 +1,15 @@
 """How a world is divided, what FSDP2 is asked for, how gradients are clipped, and what a rank holds."""
 
+import contextlib
+import functools
 import math
 import os
+import subprocess
 
 import pytest
 import torch
 from conftest import compose_config
-from private_torch import fsdp_options
+from private_torch import early_gathers, fsdp_options
 from runs import FSDP, LLAMA, ChangedPlacement, placement, settings_of
 from torch.distributed.tensor import DTensor
 
@@ -14,8 +17,10 @@ import settings
 from modeling import loading
 from modeling.blocks import find_blocks
 from parallel.placement import make_placement
+from parallel.rank_process import threads_of_rank
 from parallel.weights import count_held
 from settings.shard_layout import layout_of
+from utils import World
 
 # ---- How a world is divided -----------------------------------------------------------------------------------------
 
@@ -34,7 +39,7 @@ def grid(*overrides: str, world: int):
         ([*FSDP, "fsdp=hybrid_shard", "fsdp.replicas=2"], 8, 2, 4, 1),
         ([*FSDP, "fsdp=hybrid_shard"], 8, 1, 8, 1),
         (["trainer=TensorParallelTrainer", "tp_size=4"], 4, 1, 1, 4),
-        (["trainer=TensorParallelTrainer", "tp_size=2", "fsdp=no_shard"], 8, 1, 4, 2),
+        (["trainer=TensorParallelTrainer", "tp_size=2", "fsdp=no_shard"], 8, 4, 1, 2),
     ],
 )
 def test_how_a_world_is_divided(overrides, world, replicas, shards, tp):
@@ -162,6 +167,87 @@ def test_options_reach_the_placement(folder, pools, name, more, policy, referenc
     for found in pools(2).run(read_placement, folder, [*LLAMA, *placement(name, 2), *more]):
         assert {key: found["policy"][key] for key in policy} == policy
         assert {key: found["reference"][key] for key in reference} == reference
+
+
+def blocks_gathered_early(world, folder, options):
+    """Names of the blocks that a backward pass gathers ahead of their turn."""
+    config = settings_of(folder, *options, f"world_size={world.size}")
+    tokenizer = loading.load_tokenizer(config)
+    model = make_placement(config, world).build_model(config, tokenizer, torch.float32)
+    loss = model(input_ids=torch.arange(8)[None]).logits.square().mean()
+    with early_gathers() as names:
+        loss.backward()
+    return names
+
+
+@pytest.mark.parametrize("prefetch, early", [("BACKWARD_PRE", ["model.layers.1", "model.layers.0"]), ("null", [])])
+def test_backward_prefetch_is_what_was_asked_for(folder, pools, prefetch, early):
+    options = [*LLAMA, *FSDP, f"fsdp.backward_prefetch={prefetch}"]
+    for ahead in pools(2).run(blocks_gathered_early, folder, options):
+        assert ahead == early
+
+
+@contextlib.contextmanager
+def kept_elements():
+    """A list of the sizes of tensors that autograd keeps for the backward pass."""
+    sizes = []
+
+    def keep(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield sizes
+
+
+def test_every_block_is_compiled_whether_it_is_recomputed_or_not(folder, monkeypatch):
+    graphs, kept = [], {}
+
+    def count(graph, inputs):
+        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    for checkpointing in ("false", "2", "true"):
+        torch._dynamo.reset()
+        graphs.clear()
+        config = settings_of(folder, *LLAMA, "compile=true", f"activation_checkpointing={checkpointing}")
+        world = World()
+        model = make_placement(config, world).build_model(config, loading.load_tokenizer(config), torch.float32)
+        with kept_elements() as sizes:
+            loss = model(input_ids=torch.arange(8)[None]).logits.square().mean()
+        assert len(graphs) >= 2 and min(graphs) > 20, "each block is a graph"
+        loss.backward()
+        kept[checkpointing] = sum(sizes)
+    assert kept["true"] < kept["2"] < kept["false"], "and it is recomputed"
+
+
+@pytest.mark.parametrize(
+    "environment, starter, threads",
+    [
+        ({"OMP_NUM_THREADS": "3"}, None, 3),
+        ({"OMP_NUM_THREADS": "1"}, None, 1),
+        ({"MKL_NUM_THREADS": "3"}, None, 3),
+        ({}, None, 4),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a"}, {}, 4),  # set by torchrun
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a"}, {"OMP_NUM_THREADS": "1"}, 1),  # before torchrun
+    ],
+)
+def test_the_number_of_threads_that_the_user_chose_is_kept(monkeypatch, environment, starter, threads):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    chosen = int(environment.get("OMP_NUM_THREADS") or environment.get("MKL_NUM_THREADS") or 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: chosen)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    parent = subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], **(starter or {})})
+    monkeypatch.setattr(os, "getppid", lambda: parent.pid)
+    try:
+        assert threads_of_rank(2) == threads
+    finally:
+        parent.kill()
+        parent.wait()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,19 @@ import shutil
 
 import pytest
 import torch
-from runs import LLAMA, MODELS, NEOX, STRONG, assert_same_training, baseline, distance, settings_of, train, write_data
+from runs import (
+    LLAMA,
+    MODELS,
+    NEOX,
+    STRONG,
+    assert_same_training,
+    baseline,
+    distance,
+    settings_of,
+    spoil,
+    train,
+    write_data,
+)
 
 import losses
 from data.tokenization import load_tokenized
@@ -377,13 +389,30 @@ def test_dpo_equals_a_textbook_loop(folder, optimizer, keywords):
     "schedule, expected",
     [
         ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1]),
-        ("linear", [1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4]),
-        ("cosine", [1 / 3, 2 / 3, 1, *(0.5 + 0.5 * math.cos(math.pi * k / 4) for k in (1, 2, 3))]),
+        ("linear", [1 / 3, 2 / 3, 1, 2 / 3, 1 / 3, 0]),
+        ("cosine", [1 / 3, 2 / 3, 1, 3 / 4, 1 / 4, 0]),
     ],
 )
-def test_the_learning_rate_warms_up_and_decays(folder, schedule, expected):
+def test_the_learning_rate_warms_up_and_falls_to_zero_at_the_last_step(folder, schedule, expected):
     run = train(folder, *LLAMA, "n_examples=24", "warmup_steps=2", f"schedule={schedule}", "lr=0.01", "optimizer=SGD")
-    assert [step["learning_rate"] for step in run.steps] == pytest.approx([0.01 * factor for factor in expected])
+    rates = [step["learning_rate"] for step in run.steps]
+    assert rates == pytest.approx([0.01 * factor for factor in expected])
+    assert schedule == "constant" or rates[-1] == 0
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_learning_rate_falls_to_zero_after_skipped_steps_too(folder, schedule):
+    guards = ["guards.on_nonfinite=skip", "guards.max_nonfinite_steps=2"]
+    options = [*LLAMA, "n_examples=24", "warmup_steps=0", f"schedule={schedule}", "lr=0.01", "optimizer=SGD", *guards]
+    run = train(folder, *options, prepare=spoil(5))
+    rates = [step["learning_rate"] for step in run.steps]
+    assert len(rates) == 5 and rates[0] == 0.01 and rates[-1] == 0
+
+
+def test_a_run_that_is_all_warm_up_is_reported(folder):
+    options = [*LLAMA, "n_examples=8", "schedule=linear", "warmup_steps=9", "lr=0.01", "optimizer=SGD"]
+    (notice,) = [text for text in train(folder, *options).notices if "warmup_steps" in text]
+    assert "schedule=linear" in notice and "2 steps" in notice
 
 
 # ---- Law 5: no option is ignored ------------------------------------------------------------------------------------

@@ -25,14 +25,32 @@ def make_optimizer(config: Settings, parameter_groups: list[dict]) -> torch.opti
         ) from problem
 
 
-def learning_rate(config: Settings, step: int, n_steps: int) -> float:
-    """Learning rate of optimizer step `step` (0-based) of `n_steps`: linear warm-up, then the schedule's decay."""
+def learning_rate(config: Settings, updates: int, step: int, n_steps: int) -> float:
+    """Learning rate of the step with number `step` (0-based) of `n_steps`: linear warm-up, then the schedule's decay.
+
+    Warm-up counts updates made so far, for it is the optimizer's statistics that have to warm up. The decay goes by the
+    step's number, which also counts steps that were skipped, so that the rate is zero at the last step in any case.
+    It is lr at step `warmup_steps`, and 0 at step n_steps - 1: a straight line, or half a cosine, in between.
+    """
     warm = config.warmup_steps
-    rate = config.lr * min(1.0, (step + 1) / (warm + 1))
+    rate = config.lr * min(1.0, (updates + 1) / (warm + 1))
     if config.schedule == "constant" or step <= warm:
         return rate
-    done = (step - warm) / max(1, n_steps - warm)
-    return rate * (1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+    left = (n_steps - 1 - step) / (n_steps - 1 - warm)
+    return rate * (left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
+
+
+def warm_up_problem(config: Settings, n_steps: int) -> str | None:
+    """What a warm-up that is not over when the run ends leaves undone, in words; None if it is over in time."""
+    decays = config.schedule != "constant"
+    if config.warmup_steps < n_steps - decays:
+        return None
+    reached = config.lr * min(1.0, n_steps / (config.warmup_steps + 1))
+    never = f", and schedule={config.schedule} never begins to fall" if decays else ""
+    return (
+        f"The run has {n_steps} steps and warmup_steps={config.warmup_steps}: the learning rate comes to {reached:.2g} "
+        f"of lr={config.lr:g}{never}. Set warmup_steps below {max(1, n_steps - decays)}, or train longer."
+    )
 
 
 class LossScale:

@@ -24,7 +24,7 @@ from training.evaluation import Evaluation
 from training.heartbeat import Heartbeat
 from training.nonfinite import NonFiniteGuard
 from training.objective import Objective
-from training.optimizer import LossScale, make_optimizer
+from training.optimizer import LossScale, make_optimizer, warm_up_problem
 from training.run_saver import RunSaver, identity_of
 from training.run_state import TrainState
 from training.signals import SignalWatch
@@ -97,6 +97,8 @@ class PreparedRun:
         steps = make_steps(config, train, held_out, self.tokenizer, kind, self.placement, self.kernel, budget)
         self.sampler, self.eval_sampler, self.idle_batch = steps.training, steps.held_out, steps.idle_batch
         self.prepared = True
+        if problem := warm_up_problem(config, self.sampler.n_steps):
+            self.notice(problem)
         self.objective = Objective(self.loss, self.loss_options, self.policy)
         self.evaluation: Evaluation | None = None
         if self.eval_sampler is None:
