@@ -50,12 +50,14 @@ OmegaConf.register_new_resolver("sweep_dir", sweep_dir, use_cache=True, replace=
 def main(composed: DictConfig) -> float | None:
     """One run: check the settings, train, and return the last evaluation's metric, which sweepers can optimise."""
     in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
     try:
         if composed.resume is not None:
-            composed, notes = resume.resumed_config(composed, list(HydraConfig.get().overrides.task))
+            composed, notes = resume.resumed_config(composed, overrides)
             if notes and is_main_process():
                 print("\n".join(notes))
-        settings.validate(composed)
+        given = settings.named_keys(overrides)
+        settings.validate(composed, given=given)
         config = settings.finalize(composed)
         if in_sweep and config.wandb.group is None and _sweep_dirs:
             config = settings.replace(config, {"wandb.group": os.path.basename(_sweep_dirs[-1])})
@@ -65,7 +67,7 @@ def main(composed: DictConfig) -> float | None:
 
                 command.print_plan(config)
             return None
-        check_devices(config)
+        check_devices(config, given)
         return run(config, fresh_process=in_sweep)
     except Exception as error:
         if in_sweep:  # Hydra reports failed jobs only when all have ended
@@ -75,10 +77,10 @@ def main(composed: DictConfig) -> float | None:
         raise
 
 
-def check_devices(config: Settings) -> None:
+def check_devices(config: Settings, given: list[str]) -> None:
     """The checks that depend on the devices of this machine, which only torch knows."""
     kind, count = launch.visible_devices(config)
-    settings.check(settings.replace(config, {"device": config.device or kind}), device_count=count)
+    settings.check(settings.replace(config, {"device": config.device or kind}), count, given)
 
 
 def run(config: Settings, fresh_process: bool = False) -> float | None:

@@ -5,10 +5,13 @@ ValueError with one message that names the key, its value, and what is allowed. 
 torch, so that a typing mistake costs a second. config/*.yaml hold the defaults and explain the keys.
 """
 
+from collections.abc import Collection
+
 from omegaconf import DictConfig
 
 from settings.checks import check
 from settings.checks.keys import check_keys, keys_of, unknown_key
+from settings.command_line import named_keys
 from settings.config_files import CONFIG_DIR, options
 from settings.convert import as_dict, complete, flatten, from_dict, recorded_form, replace, resolve
 from settings.messages import near_miss, show
@@ -26,6 +29,7 @@ __all__ = [
     "flatten",
     "keys_of",
     "complete",
+    "named_keys",
     "near_miss",
     "options",
     "from_dict",
@@ -37,17 +41,17 @@ __all__ = [
 ]
 
 
-def validate(config: DictConfig, device_count: int | None = None) -> None:
+def validate(config: DictConfig, device_count: int | None = None, given: Collection[str] = ()) -> None:
     """Check types, ranges and combinations of all settings, and that the files they name exist.
 
-    config: as Hydra composes it. device_count: see `check`.
+    config: as Hydra composes it. device_count, given: see `check`.
 
     Raises:
         ValueError: the first thing found wrong, with what is allowed.
     """
     values = resolve(config)
     check_keys(values)
-    check(from_dict(values), device_count)
+    check(from_dict(values), device_count, given)
 
 
 def finalize(config: DictConfig) -> Settings:

@@ -8,6 +8,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 import utils
+from settings.command_line import named_keys
 from settings.convert import complete, flatten, from_dict, recorded_form
 from settings.messages import show
 from settings.schema import SCHEMA, Settings
@@ -78,7 +79,7 @@ def recorded(folder: str) -> Settings:
 
 def changed_keys(config: DictConfig, saved: DictConfig, overrides: list[str]) -> dict[str, tuple[Any, Any]]:
     """{key: (old, new)} of the settings named by `overrides` that differ from the recorded ones."""
-    named = [override.lstrip("+~").partition("=")[0].split("@")[0] for override in overrides]
+    named = named_keys(overrides)
     if "experiment" in named:
         named = [""]
     if OmegaConf.is_missing(config.model, "name_or_path"):  # this command names no model: it means the recorded one

@@ -103,7 +103,10 @@ def layout_of(config: Settings, world_size: int) -> ShardLayout:
         return ShardLayout()
     if tp > 1:
         if world_size % tp:
-            raise ValueError(f"tp_size={tp} does not divide the world of {world_size} processes")
+            raise ValueError(
+                f"tp_size={tp} does not divide the world of {world_size} processes; use "
+                f"world_size={-(-world_size // tp) * tp}, or another tp_size"
+            )
         groups = world_size // tp
         if strategy == "NO_SHARD" and groups > 1:
             return ShardLayout((("replicate", groups), ("shard", 1), ("tp", tp)))

@@ -82,7 +82,7 @@ def check_quickly(line, device_count=None):
         if not group:
             key, _, value = word.lstrip("+").partition("=")
             OmegaConf.update(config, key, yaml.safe_load(value), force_add=True)
-    settings.validate(config, device_count)
+    settings.validate(config, device_count, settings.named_keys(words))
 
 
 @pytest.mark.parametrize("line", REFERENCE_COMMANDS)
@@ -251,16 +251,40 @@ def test_optimizers_match_torch():
         ("guards.on_nonfinite=skip", ["max_nonfinite_steps"]),
         ("prefix_sharing=false model.attention=flex", ["prefix_sharing=false"]),
         ("sample_during_eval=false sampling.top_p=0.5", ["sample_during_eval=false"]),
+        ("early_stopping.metric=loss/eval/hh", ["single data set", "loss/eval alone"]),
+        ("checkpoint.best_metric=loss/eval/hh", ["single data set", "loss/eval alone"]),
+        ("datasets=[hh,shp] checkpoint.best_metric=loss/eval/se", ["METRIC/DATASET"]),
+        # given in this command, but left without effect by another setting
+        ("guards.collective_timeout_minutes=5", ["guards.collective_timeout_minutes=5", "one process"]),
+        ("guards.collective_timeout_minutes=5 trainer=FSDPTrainer world_size=1", ["one process"]),
+        ("loss=dpo trainer=FSDPTrainer fsdp.reference_cpu_offload=true", ["reference_cpu_offload", "cached"]),
+        (
+            "loss=dpo reference.mode=online trainer=FSDPTrainer fsdp.cpu_offload=true fsdp.reference_cpu_offload=true",
+            ["fsdp.reference_cpu_offload=true", "fsdp.cpu_offload=true"],
+        ),
+        ("trainer=FSDPTrainer fsdp=shard_grad_op fsdp.backward_prefetch=null", ["backward_prefetch=null", "keeps"]),
+        ("checkpoint.best_metric=loss/eval checkpoint.keep_last=null", ["best_metric", "keep_last=null"]),
+        ("checkpoint.keep_best=false checkpoint.keep_last=null", ["keep_best=false", "keep_last=null"]),
+        ("wandb.enabled=false wandb.project=mine", ["wandb.project=mine", "wandb.enabled=false"]),
+        ("debug=true wandb.entity=me", ["wandb.entity=me", "debug=true"]),
+        ("debug=true checkpoint.every=100", ["checkpoint.every=100", "debug=true"]),
+        ("sampling.temperature=0 sampling.top_p=0.9", ["sampling.top_p=0.9", "temperature=0"]),
+        ("sampling.temperature=0 sampling.seed=1", ["sampling.seed=1", "temperature=0"]),
+        ("optimizer=Rprop schedule=linear", ["schedule=linear", "Rprop"]),
+        ("optimizer=Rprop max_grad_norm=1", ["max_grad_norm=1", "Rprop"]),
+        ("model.local_copy=.", ["model.local_copy", "random_config"]),
         # placement
         ("model.fsdp_policy_mp=bfloat16", ["BasicTrainer", "trainer=FSDPTrainer"]),
         ("fsdp=no_shard", ["fsdp.sharding_strategy=NO_SHARD", "BasicTrainer"]),
         ("fsdp.cpu_offload=true", ["fsdp.cpu_offload=true", "BasicTrainer"]),
         ("world_size=2", ["BasicTrainer", "one device"]),
-        ("tp_size=2", ["tp_size=2"]),
+        ("tp_size=2", ["tp_size=2", "add trainer=TensorParallelTrainer"]),
+        ("tp_size=2 world_size=2", ["tp_size=2", "add trainer=TensorParallelTrainer"]),
         ("fsdp_port=12355", ["fsdp_port"]),
         ("trainer=FSDPTrainer tp_size=2", ["TensorParallelTrainer"]),
-        ("trainer=TensorParallelTrainer world_size=4", ["tp_size of 2"]),
-        ("trainer=TensorParallelTrainer world_size=4 tp_size=3", ["does not divide"]),
+        ("trainer=TensorParallelTrainer world_size=4", ["tp_size of 2", "add tp_size=2"]),
+        ("trainer=TensorParallelTrainer world_size=9 batch_size=9", ["tp_size of 2", "add tp_size=3"]),
+        ("trainer=TensorParallelTrainer world_size=4 tp_size=3", ["does not divide", "world_size=6"]),
         ("trainer=TensorParallelTrainer world_size=2 tp_size=2 fsdp=no_shard", ["none are left"]),
         ("trainer=FSDPTrainer world_size=8", ["batch_size=4", "8"]),
         ("trainer=FSDPTrainer fsdp=hybrid_shard world_size=3 fsdp.replicas=2", ["does not divide"]),
@@ -298,7 +322,10 @@ def test_refused(line, words):
         "n_epochs=null n_examples=10",
         "loss=ipo loss.average_log_prob=true",
         "loss=dpo reference.mode=online",
-        "loss=dpo early_stopping.metric=rewards_eval/accuracies/hh early_stopping.patience=7",
+        "loss=dpo datasets=[hh,shp] early_stopping.metric=rewards_eval/accuracies/hh early_stopping.patience=7",
+        "debug=true wandb.enabled=false",
+        "checkpoint.keep_best=false checkpoint.keep_last=null early_stopping.metric=loss/eval",
+        "loss=dpo trainer=FSDPTrainer fsdp.reference_cpu_offload=true model.reference_dtype=bfloat16",
         "model.archive=.",
         "resume=auto",
         "+data.columns.chosen=better",
@@ -307,6 +334,28 @@ def test_refused(line, words):
 )
 def test_accepted(line):
     check_quickly(line, device_count=0)
+
+
+def test_what_waits_in_a_file_for_another_day_is_not_refused():
+    """Keys that this command does not name: of an experiment file, or of the run that it resumes."""
+    waiting = ["wandb.project=mine", "checkpoint.every=100", "guards.collective_timeout_minutes=5", "sampling.seed=1"]
+    config = compose_config("model=tiny", *waiting, "debug=true", "wandb.enabled=false", "sampling.temperature=0")
+    settings.validate(config, 0, given=["experiment", "model", "debug", "wandb.enabled", "sampling.temperature"])
+    for key in settings.named_keys(waiting):
+        with pytest.raises(ValueError, match=key):
+            settings.validate(config, 0, given=[key])
+
+
+def test_tensor_parallelism_alone_needs_a_tp_size_and_processes():
+    for devices, advice in (
+        (0, "add tp_size=2 world_size=2"),
+        (1, "add tp_size=2 world_size=2"),
+        (4, "add tp_size=2;"),
+    ):
+        with pytest.raises(ValueError, match=advice):
+            check("model=tiny", "trainer=TensorParallelTrainer", device_count=devices)
+    with pytest.raises(ValueError, match="tp_size=2 does not divide the world of 1 processes; use world_size=2"):
+        check("model=tiny", "trainer=TensorParallelTrainer", "tp_size=2", device_count=0)
 
 
 def test_device_count_is_used():

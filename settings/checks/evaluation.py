@@ -21,12 +21,21 @@ def check(settings: Settings) -> None:
         if metric is None:
             continue
         allowed = loss.metric_names("eval")
+        if metric in allowed:
+            continue
+        of_one = [m for m in allowed for data in settings.datasets if metric == f"{m}/{data}"]
+        if of_one and len(settings.datasets) > 1:
+            continue
         # With several data sets each metric also comes for each of them alone, under <metric>/<data set>.
-        if metric not in allowed and not any(metric == f"{m}/{data}" for m in allowed for data in settings.datasets):
+        if of_one:
             raise ValueError(
-                f"{key}={metric} is not a metric of loss={loss.name}; allowed: "
-                f"{', '.join(allowed)}, each also as METRIC/DATASET{near_miss(metric, allowed)}"
+                f"{key}={metric}: of a single data set there is {of_one[0]} alone; {of_one[0]}/DATASET is for several"
             )
+        each = ", each also as METRIC/DATASET" if len(settings.datasets) > 1 else ""
+        raise ValueError(
+            f"{key}={metric} is not a metric of loss={loss.name}; allowed: "
+            f"{', '.join(allowed)}{each}{near_miss(metric, allowed)}"
+        )
     if settings.early_stopping.metric is None:
         for key in ("early_stopping.patience", "early_stopping.min_delta", "early_stopping.mode"):
             refuse_change(settings, key, "early_stopping.metric is null, so nothing is watched")

@@ -12,7 +12,8 @@ from settings.shard_layout import layout_of, world_size_of
 _FSDP_KEYS = keys_in(FsdpSettings, "fsdp.")
 
 
-def check(settings: Settings, device_count: int | None) -> None:
+def check(settings: Settings, device_count: int | None) -> int | None:
+    """Returns the number of processes; None while it is not known."""
     trainer, device = settings.trainer, settings.device
     if device is not None and not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
         raise ValueError(
@@ -52,19 +53,24 @@ def check(settings: Settings, device_count: int | None) -> None:
             )
         world = joined[1]
     if trainer == "BasicTrainer":
+        if settings.tp_size > 1:
+            raise ValueError(
+                f"tp_size={settings.tp_size} splits matrices over devices, and trainer=BasicTrainer trains on one: add "
+                "trainer=TensorParallelTrainer, or leave tp_size=1"
+            )
         if world is not None and world > 1:
             raise ValueError(
                 f"world size {world}: BasicTrainer trains on one device; choose trainer=FSDPTrainer or "
                 "trainer=TensorParallelTrainer" + ("" if joined else ", or world_size=1")
             )
-        for key in ("tp_size", "fsdp_port", "model.fsdp_policy_mp", *_FSDP_KEYS):
+        for key in ("fsdp_port", "model.fsdp_policy_mp", *_FSDP_KEYS):
             more = "; for a lower precision use model.policy_dtype=bfloat16" if key == "model.fsdp_policy_mp" else ""
             refuse_change(
                 settings,
                 key,
                 f"trainer=BasicTrainer holds the whole model on one device; it belongs to trainer=FSDPTrainer{more}",
             )
-        return
+        return 1
     if kind == "mps":
         raise ValueError(f"trainer={trainer} runs on cuda and cpu; for device=mps use trainer=BasicTrainer")
     if device and ":" in device:
@@ -79,6 +85,7 @@ def check(settings: Settings, device_count: int | None) -> None:
             f"world_size={world}, but only {device_count} CUDA devices are visible here; there is one process a device"
         )
     _check_sharding(settings, world)
+    return world
 
 
 def _check_sharding(settings: Settings, world: int | None) -> None:
@@ -96,10 +103,12 @@ def _check_sharding(settings: Settings, world: int | None) -> None:
             "tp_size leaves (world_size / tp_size)"
         )
     if trainer == "TensorParallelTrainer":
-        if tp == 1 and world is not None and world > 1:
+        if tp == 1 and world is not None and (world > 1 or settings.world_size is None):
+            divisor = next((n for n in range(2, world + 1) if world % n == 0), None)
             raise ValueError(
-                "trainer=TensorParallelTrainer needs tp_size of 2 or more; to shard without splitting "
-                "matrices choose trainer=FSDPTrainer"
+                "trainer=TensorParallelTrainer needs tp_size of 2 or more, and as many processes or a multiple: "
+                + (f"of the {world} here, add tp_size={divisor}" if divisor else "add tp_size=2 world_size=2")
+                + "; to shard without splitting matrices choose trainer=FSDPTrainer"
             )
         if strategy == "HYBRID_SHARD":
             raise ValueError(
