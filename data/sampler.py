@@ -179,6 +179,12 @@ class BatchSampler:
         start = index * self.batch_size
         return permutation[1][start : start + min(self.batch_size, left)]
 
+    def datasets_drawn(self) -> set[int]:
+        """Indices of the data sets that have an example among those of the first epoch."""
+        steps = range(min(self.n_steps, self.steps_per_epoch))
+        drawn = np.concatenate([self.example_indices(step) for step in steps])
+        return set((np.searchsorted(self.mixture.offsets, np.unique(drawn), side="right") - 1).tolist())
+
     def step(self, number: int) -> Step:
         """This rank's share of step `number`."""
         example_indices = self.example_indices(number)

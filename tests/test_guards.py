@@ -9,13 +9,17 @@ import re
 import signal
 import time
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import compose_config
 from fault_runs import FSDP, Forge
 from left_behind import lines
+from runs import LLAMA, train, write_data
 
-from training.early_stopping import EarlyStop
+import settings
+from training.early_stopping import EarlyStop, check_watched_metrics
 from training.heartbeat import Heartbeat
 from training.signals import PREEMPTED, SignalWatch
 from training.weight_movement import MovementWatch
@@ -81,6 +85,28 @@ def test_early_stop():
     with pytest.raises(ValueError, match="is no metric of the evaluation"):
         third.update({"loss/eval": 1.0})
     assert not EarlyStop(None, 1, 0.0, None).update({"loss/eval": 1.0})
+
+
+@pytest.mark.parametrize("key", ["early_stopping.metric", "checkpoint.best_metric"])
+def test_a_metric_of_a_data_set_without_evaluation_is_refused(key):
+    config = settings.finalize(compose_config("model=tiny", "datasets=[hh,shp]", f"{key}=loss/eval/shp"))
+    check_watched_metrics(config, ["hh", "shp"])
+    with pytest.raises(ValueError, match=f"{key}=loss/eval/shp.*held-out examples: of hh"):
+        check_watched_metrics(config, ["hh"])
+    for metric in ("loss/eval", "loss/eval/shp"):
+        with pytest.raises(ValueError, match=f"{key}={metric}.*there are none"):
+            check_watched_metrics(settings.replace(config, {key: metric}), [])
+    check_watched_metrics(settings.replace(config, {key: None}), [])
+
+
+def test_the_metrics_to_watch_are_checked_before_training(folder):
+    names = [f"{folder}/data", str(write_data(folder / "more"))]
+    with patch("training.preparation.check_watched_metrics") as check:
+        run = train(folder, *LLAMA, f"datasets=[{names[0]},{names[1]}]", "n_eval_examples=1", "n_examples=2")
+    ((_, evaluated),) = [call.args for call in check.call_args_list]
+    assert len(evaluated) == 1, "the one example is of one data set"
+    (metrics,) = run.evals
+    assert sum("loss/eval/" in name for name in metrics) == 1 and f"loss/eval/{evaluated[0]}" in metrics
 
 
 def test_movement_is_measured_in_low_precision_only():

@@ -3,8 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from checkpoint.step_folders import metric_mode
+from losses import find_loss
+from settings import Settings
+
+
+def check_watched_metrics(config: Settings, evaluated: Collection[str]) -> None:
+    """Refuse to watch a metric that no evaluation of this run has.
+
+    Args:
+        evaluated: names of the data sets of which held-out examples are evaluated.
+    Raises:
+        ValueError: early_stopping.metric or checkpoint.best_metric is of a data set without such examples.
+    """
+    of_all = find_loss(config.loss.name).metric_names("eval")
+    for key, metric in (
+        ("early_stopping.metric", config.early_stopping.metric),
+        ("checkpoint.best_metric", config.checkpoint.best_metric),
+    ):
+        if metric is None or (metric in of_all and evaluated):
+            continue
+        if not any(metric == f"{each}/{name}" for each in of_all for name in evaluated):
+            found = f"of {', '.join(evaluated)}" if evaluated else "there are none"
+            raise ValueError(
+                f"{key}={metric}: no evaluation has it, because it needs held-out examples: {found}. Choose another "
+                f"metric, hold more out (data.test_fraction, n_eval_examples), or leave {key}=null."
+            )
 
 
 class EarlyStop:

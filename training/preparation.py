@@ -19,7 +19,7 @@ from report.reporter import Reporter
 from settings import Settings, as_dict
 from training.attention_choice import choose_attention
 from training.data_loading import load_datasets, make_steps, training_mixture
-from training.early_stopping import EarlyStop
+from training.early_stopping import EarlyStop, check_watched_metrics
 from training.evaluation import Evaluation
 from training.heartbeat import Heartbeat
 from training.nonfinite import NonFiniteGuard
@@ -100,6 +100,8 @@ class PreparedRun:
         if problem := warm_up_problem(config, self.sampler.n_steps):
             self.notice(problem)
         self.objective = Objective(self.loss, self.loss_options, self.policy)
+        drawn = self.eval_sampler.datasets_drawn() if self.eval_sampler else ()
+        check_watched_metrics(config, [self.datasets["eval"][index].name for index in sorted(drawn)])
         self.evaluation: Evaluation | None = None
         if self.eval_sampler is None:
             self.notice("There are no held-out examples: nothing is evaluated or sampled.")
