@@ -5,6 +5,7 @@ torch is imported inside the functions that need it, so that a mistake in the se
 
 import contextlib
 import errno
+import functools
 import getpass
 import hashlib
 import importlib
@@ -296,9 +297,18 @@ def _user() -> str:
 # ---- Files: whole or not at all --------------------------------------------------------------------------------------
 
 
+@functools.cache
+def process_space() -> str:
+    """Names what process ids count in: containers may share a host name and a disk, but not their ids."""
+    parts = []
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:  # Linux only
+        parts = [boot.read(), os.readlink("/proc/self/ns/pid")]
+    return f"{socket.gethostname()}.{digest(parts)[:8]}"
+
+
 def temporary_beside(path) -> str:
-    """A new name beside `path` for something unfinished. It names this host and process: see remove_leftovers."""
-    return f"{os.fspath(path)}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    """A new name beside `path` for something unfinished. It names this process: see remove_leftovers."""
+    return f"{os.fspath(path)}.{process_space()}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
 
 
 def write_atomically(
@@ -363,10 +373,10 @@ def sync_folder(path) -> None:
 def remove_leftovers(folder) -> None:
     """Remove what killed processes left in `folder` under names of `temporary_beside`.
 
-    That is what belongs to a process of this host that is gone, and of other hosts what is more than an hour old, but
-    only files: a folder can take hours to write.
+    That is what belongs to a process of this host and container that is gone, and of others what is more than an hour
+    old, but only files: a folder can take hours to write.
     """
-    ours = re.compile(rf".*\.{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]+\.tmp")
+    ours = re.compile(rf".*\.{re.escape(process_space())}-(\d+)-[0-9a-f]+\.tmp")
     for entry in list(os.scandir(folder)):
         if not re.search(r"\d-[0-9a-f]+\.tmp$", entry.name):
             continue  # not of our making: the folder may hold other things

@@ -10,11 +10,18 @@ An example is a row (group, first, second) of response numbers inside its prompt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 KINDS = ("responses", "pairs", "unpaired", "group")
 # An example of each kind, as (first, second), of a prompt with a single response.
 ONE_RESPONSE = {"responses": (0, -1), "pairs": (0, 0), "unpaired": (0, -1), "group": (-1, -1)}
+
+
+def own_examples(n_responses: int, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(first, second) of the examples that a prompt group is stored with: its pairs or, without any, its responses."""
+    return list(pairs) or [(response, -1) for response in range(n_responses)]
 
 
 def examples_of_kind(rows: np.ndarray, kind: str) -> np.ndarray:

@@ -1,35 +1,41 @@
-"""Rows of local files: json, json lines (also gzipped), csv, parquet, and the arrow files of `datasets`.
+"""Rows of local files: json, json lines, csv, tsv (all of them also compressed), parquet, and the arrow files of
+`datasets`.
 
 Every reader is a generator, so that memory does not grow with the file (a json array is the exception: it is read
-whole), and yields `(number, row)` with the line or row number that an error message should name. Nothing here can
-run code: there is no pickle, no loading script, and a folder's own metadata may not point outside that folder.
-Whatever is wrong with a file ends as a ValueError that names the file, the place and the fault. That is also why the
-`datasets` library does not read local files here: its errors name no line, and it writes a copy of each file first.
+whole), and no row may be larger than MAX_ROW, so that a small compressed file cannot fill the memory. It yields
+`(number, row)` with the line or row number that an error message should name. Nothing here can run code: there is no
+pickle, no loading script, and a folder's own metadata may not point outside that folder. Whatever is wrong with a file
+ends as a ValueError that names the file, the place and the fault. That is also why the `datasets` library does not read
+local files here: its errors name no line, and it writes a copy of each file first.
 """
 
+import bz2
 import csv
 import gzip
 import hashlib
+import io
 import json
-import sys
+import lzma
+import os
+import stat
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 
 from utils import checksum, hasher, write_atomically
 
+PROGRAMS = {"gz": "gzip", "zst": "zstd", "bz2": "bzip2", "xz": "xz"}
+COMPRESSED = tuple(f".{suffix}" for suffix in PROGRAMS)
+TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 DATA_SUFFIXES = (
-    ".jsonl.gz",
-    ".json.gz",
-    ".ndjson.gz",
-    ".csv.gz",
-    ".jsonl",
-    ".ndjson",
-    ".json",
-    ".csv",
+    *(suffix + packed for packed in COMPRESSED for suffix in TEXT_SUFFIXES),
+    *TEXT_SUFFIXES,
     ".parquet",
     ".arrow",
 )
+MAX_ROW = 1 << 25  # bytes: eight million tokens
+MAX_UNPACKED_JSON = 1 << 28  # bytes of a compressed json array, which is read whole
 
 
 def data_suffix(path) -> str:
@@ -45,8 +51,31 @@ def looks_like_path(name: str) -> bool:
 
 def row_location(file, number) -> str:
     """How messages name a row: 'FILE, line 12' for line formats and 'FILE, row 12' for the others."""
-    word = "line" if data_suffix(file).removesuffix(".gz") in (".jsonl", ".ndjson", ".csv") else "row"
+    word = "line" if _kind(file)[0] in ("jsonl", "ndjson", "csv", "tsv") else "row"
     return f"{file}, {word} {number}"
+
+
+def _kind(file) -> tuple[str, str]:
+    """(kind of rows, compression or '') of a data file, by its name."""
+    kind, _, packed = data_suffix(file).lstrip(".").partition(".")
+    return kind, packed
+
+
+def known_suffixes() -> str:
+    """The suffixes of data files, for messages."""
+    plain = [suffix for suffix in DATA_SUFFIXES if suffix.count(".") == 1]
+    return f"{', '.join(plain)}, and text files also with {', '.join(COMPRESSED)}"
+
+
+def check_regular(file) -> None:
+    """Raises ValueError for what is no file with content: a pipe or a device could keep a reader waiting for ever."""
+    try:
+        mode = os.stat(file).st_mode
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error})") from error
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a named pipe" if stat.S_ISFIFO(mode) else "a device or socket"
+        raise ValueError(f"{file}: is {kind}, not a data file; write the rows into a file")
 
 
 def read_rows(file, wanted=None):
@@ -55,32 +84,66 @@ def read_rows(file, wanted=None):
     wanted: names of the columns of interest; columnar formats read no others. Raises ValueError on any fault.
     """
     file = Path(file)
-    suffix = data_suffix(file)
-    kind = suffix.removesuffix(".gz").lstrip(".")
-    reader = {
-        "jsonl": _read_json_lines,
-        "ndjson": _read_json_lines,
-        "json": _read_json,
-        "csv": _read_csv,
-        "parquet": _read_parquet,
-        "arrow": _read_arrow,
-    }[kind]
+    kind, packed = _kind(file)
+    check_regular(file)
     try:
         if kind in ("parquet", "arrow"):
-            yield from reader(file, wanted)
+            yield from {"parquet": _read_parquet, "arrow": _read_arrow}[kind](file, wanted)
         else:
-            with (gzip.open if suffix.endswith(".gz") else open)(file, "rb") as stream:
-                yield from reader(file, stream)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{file}: broken gzip file ({error})") from error
+            with _opened(file) as stream:
+                yield from _TEXT_READERS[kind](file, stream)
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{file}: broken {PROGRAMS[packed]} file ({error})") from error
     except OSError as error:
-        raise ValueError(f"{file}: cannot be read ({error})") from error
+        fault = f"broken {PROGRAMS[packed]} file, or it cannot be read" if packed else "cannot be read"
+        raise ValueError(f"{file}: {fault} ({error})") from error
+
+
+def column_names(file) -> list[str] | None:
+    """The columns of a file's rows, None for a file without rows; of columnar files no row is read.
+
+    Raises ValueError on any fault.
+    """
+    kind, _ = _kind(file)
+    if kind not in ("parquet", "arrow"):
+        first = next(read_rows(file), None)
+        return None if first is None else list(first[1])
+    check_regular(file)
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        if kind == "parquet":
+            with pyarrow.parquet.ParquetFile(file) as source:
+                return source.schema_arrow.names if source.metadata.num_rows else None
+        with pyarrow.memory_map(str(file)) as source:
+            batch = next((batch for batch in _arrow_batches(source) if batch.num_rows), None)
+            return None if batch is None else batch.schema.names
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError, KeyError) as error:
+        raise ValueError(f"{file}: cannot be read as {kind} ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _opened(file: Path):
+    packed = _kind(file)[1]
+    if packed == "zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
+    return {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open, "": open}[packed](file, "rb")
+
+
+def _lines(file, stream):
+    """Yields (number, line), each of at most MAX_ROW bytes."""
+    number = 1
+    while line := stream.readline(MAX_ROW + 1):
+        if len(line) > MAX_ROW:
+            raise ValueError(f"{row_location(file, number)}: longer than {MAX_ROW >> 20} MB, which no row may be")
+        yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        number += 1
 
 
 def _read_json_lines(file, stream):
-    for number, line in enumerate(stream, 1):
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+    for number, line in _lines(file, stream):
         if line.strip():
             yield number, _json_object(file, number, line)
 
@@ -110,7 +173,12 @@ def parse_json(data: bytes):
 
 def _read_json(file, stream):
     """A .json file: one array of objects, an object that holds such an array under data, rows or a split, or lines."""
-    data = stream.read().removeprefix(b"\xef\xbb\xbf")
+    data = stream.read() if not _kind(file)[1] else stream.read(MAX_UNPACKED_JSON + 1)
+    if _kind(file)[1] and len(data) > MAX_UNPACKED_JSON:
+        raise ValueError(
+            f"{file}: unpacked more than {MAX_UNPACKED_JSON >> 20} MB, which are read whole; write JSON lines"
+        )
+    data = data.removeprefix(b"\xef\xbb\xbf")
     lines = data.split(b"\n")
     filled = [number for number, line in enumerate(lines) if line.strip()]
     if filled and lines[filled[0]].lstrip().startswith(b"{") and _is_json(lines[filled[0]]):
@@ -155,22 +223,28 @@ def _rows_inside(value):
     return None
 
 
-def _read_csv(file, stream):
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # long answers are no reason to fail
+def _read_csv(file, stream, delimiter=","):
+    csv.field_size_limit(MAX_ROW)
+    row_bytes = 0
 
     def text_lines():
-        for number, line in enumerate(stream, 1):
+        nonlocal row_bytes
+        for number, line in _lines(file, stream):
+            row_bytes += len(line)
+            if row_bytes > MAX_ROW:
+                raise ValueError(f"{file}, line {number}: a row of more than {MAX_ROW >> 20} MB; is a quote missing?")
             try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+                yield line.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(
                     f"{file}, line {number}: not UTF-8 text ({error.reason}); save the file as UTF-8"
                 ) from error
 
-    reader = csv.reader(text_lines(), strict=True)
+    reader = csv.reader(text_lines(), strict=True, delimiter=delimiter)
     header = None
     try:
         for cells in reader:
+            row_bytes = 0
             if header is None:
                 header = cells
                 if len(set(header)) < len(header):
@@ -183,6 +257,15 @@ def _read_csv(file, stream):
             yield reader.line_num, dict(zip(header, cells))
     except csv.Error as error:
         raise ValueError(f"{file}, line {reader.line_num}: invalid CSV ({error})") from error
+
+
+_TEXT_READERS = {
+    "jsonl": _read_json_lines,
+    "ndjson": _read_json_lines,
+    "json": _read_json,
+    "csv": _read_csv,
+    "tsv": partial(_read_csv, delimiter="\t"),
+}
 
 
 def _read_parquet(file, wanted):
@@ -203,15 +286,20 @@ def _read_arrow(file, wanted):
 
     try:
         with pyarrow.memory_map(str(file)) as source:
-            try:
-                batches = pyarrow.ipc.open_stream(source)
-            except pyarrow.ArrowInvalid:  # the file flavour of the format ends in a footer
-                source.seek(0)
-                opened = pyarrow.ipc.open_file(source)
-                batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
-            yield from _arrow_rows(_select(batches, wanted))
+            yield from _arrow_rows(_select(_arrow_batches(source), wanted))
     except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError, KeyError) as error:
         raise ValueError(f"{file}: cannot be read as arrow ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _arrow_batches(source):
+    import pyarrow
+
+    try:
+        return pyarrow.ipc.open_stream(source)
+    except pyarrow.ArrowInvalid:  # the file flavour of the format ends in a footer
+        source.seek(0)
+        opened = pyarrow.ipc.open_file(source)
+        return (opened.get_batch(index) for index in range(opened.num_record_batches))
 
 
 def _select(batches, wanted):
@@ -261,6 +349,7 @@ def fingerprint_files(files, memory: Path | None) -> str:
 
 
 def _file_digest(file: Path, memory: Path | None) -> bytes:
+    check_regular(file)
     try:
         status = file.stat()
         path = str(file.resolve())

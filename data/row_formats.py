@@ -5,15 +5,16 @@ counted. A row that is malformed, rather than merely unusable, raises ValueError
 """
 
 import json
-import math
 from dataclasses import dataclass, field
 
 from data.files import describe
+from data.row_values import column, is_conversation, is_empty, list_of, messages_of, number_of, text_of
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 # Why a row, a response or a pair is left out: the keys of the counts that every data set comes with.
 EMPTY, IDENTICAL, DIVERGED, NO_PREFERENCE = "dropped_empty", "dropped_identical", "dropped_diverged", "dropped_tied"
+WEIGHT_ZERO = "dropped_weight_zero"
 
 
 @dataclass
@@ -21,29 +22,32 @@ class PromptGroup:
     """A prompt and its responses, as text.
 
     prompt: text, or a conversation as a list of {"role", "content"} that the tokenizer's chat template will render.
-    pairs: (chosen, rejected) indices into responses. sft_target: the response that SFT learns, or None.
+    pairs: (chosen, rejected) indices into responses. sft_targets: the responses that SFT learns, an example each.
     row: number of the (first) source row, for messages. header: text at the end of a text prompt that opens the
-    assistant's turn, which truncation keeps. sft_score: decides which sft_target stays when rows merge; None is lowest.
+    assistant's turn, which truncation keeps. sft_score: of a source that has one target a prompt; when rows merge, the
+    first target of the highest score stays. None: all targets stay.
     """
 
     prompt: str | list
     responses: list[str] = field(default_factory=list)
     pairs: list[tuple[int, int]] = field(default_factory=list)
-    sft_target: str | None = None
+    sft_targets: list[str] = field(default_factory=list)
     row: int = 0
     header: str = ""
     sft_score: float | None = None
     dropped: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sft_target(self) -> str | None:
+        """The first of the responses that SFT learns."""
+        return self.sft_targets[0] if self.sft_targets else None
 
     def key(self):
         """What makes two prompts the same."""
         return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, ensure_ascii=False)
 
     def merge(self, other: "PromptGroup"):
-        """Takes over the responses and pairs of another group of the same prompt; equal texts become one response.
-
-        The SFT target stays the first one, unless the other's score is higher.
-        """
+        """Takes over the responses, pairs and targets of another group of the same prompt; equal texts become one."""
         known = {text: index for index, text in enumerate(self.responses)}
         renumbered = []
         for text in other.responses:
@@ -52,9 +56,10 @@ class PromptGroup:
                 self.responses.append(text)
             renumbered.append(known[text])
         self.pairs += [(renumbered[chosen], renumbered[rejected]) for chosen, rejected in other.pairs]
-        better = other.sft_score is not None and (self.sft_score is None or other.sft_score > self.sft_score)
-        if other.sft_target is not None and (self.sft_target is None or better):
-            self.sft_target, self.sft_score = other.sft_target, other.sft_score
+        if self.sft_score is None or other.sft_score is None:
+            self.sft_targets += [text for text in other.sft_targets if text not in self.sft_targets]
+        elif other.sft_score > self.sft_score:
+            self.sft_targets, self.sft_score = other.sft_targets, other.sft_score
         for reason, number in other.dropped.items():
             self.dropped[reason] = self.dropped.get(reason, 0) + number
 
@@ -65,99 +70,11 @@ def pair_group(prompt, chosen: str, rejected: str) -> PromptGroup | str:
         return EMPTY
     if chosen == rejected:
         return IDENTICAL
-    return PromptGroup(prompt, [chosen, rejected], [(0, 1)], chosen, header=header_of(prompt))
+    return PromptGroup(prompt, [chosen, rejected], [(0, 1)], [chosen], header=header_of(prompt))
 
 
 def header_of(prompt) -> str:
     return ASSISTANT if isinstance(prompt, str) and prompt.endswith(ASSISTANT) else ""
-
-
-# ---- values ------------------------------------------------------------------------------------------------------
-
-
-def text_of(value, what: str) -> str:
-    """`value` as text that can be encoded, else ValueError."""
-    if not isinstance(value, str):
-        raise ValueError(f"{what} must be text, not {describe(value)}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{what} has a lone surrogate ({ascii(value[error.start])} at character {error.start}), which "
-            f"is not text; repair the file's encoding"
-        ) from None
-    return value
-
-
-def column(row: dict, name: str):
-    if name not in row:
-        raise ValueError(f"column '{name}' is missing; the row has {sorted(map(str, row))}")
-    return row[name]
-
-
-def number_of(value, what: str) -> float:
-    if isinstance(value, str):  # csv has no numbers
-        try:
-            value = float(value)
-        except ValueError:
-            raise ValueError(f"{what} must be a number, not {describe(value)}") from None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{what} must be a number, not {describe(value)}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{what} must be a finite number, not {value}")
-    return value
-
-
-def list_of(value, what: str) -> list:
-    if isinstance(value, str):  # csv cells hold lists as JSON
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            pass
-    if isinstance(value, dict) and value and all(isinstance(each, list) for each in value.values()):
-        # A column of structs as some versions of `datasets` serve it: a struct of lists.
-        if len({len(each) for each in value.values()}) != 1:
-            raise ValueError(f"{what}: its lists differ in length")
-        value = [dict(zip(value, entry)) for entry in zip(*value.values())]
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{what} must be a list, not {describe(value)}")
-    return list(value)
-
-
-def messages_of(value, what: str) -> list[dict]:
-    """A checked conversation: [{"role", "content"}, ...] with nothing else in it."""
-    messages = []
-    for number, message in enumerate(list_of(value, what)):
-        where = f"{what}[{number}]"
-        if not isinstance(message, dict):
-            raise ValueError(f"{where} must be a message with role and content, not {describe(message)}")
-        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        role = text_of(role, f"{where}: role")
-        role = {"human": "user", "gpt": "assistant"}.get(role, role)
-        if message.get("tool_calls"):
-            raise ValueError(f"{where} calls tools, which is not supported: render the call into its content")
-        if isinstance(content, list):
-            parts = [
-                part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-            ]
-            if any(part is None for part in parts):
-                raise ValueError(f"{where}: content has parts other than text, which is not supported")
-            content = "".join(text_of(part, f"{where}: content") for part in parts)
-        messages.append({"role": role, "content": text_of(content, f"{where}: content")})
-    if not messages:
-        raise ValueError(f"{what} is an empty conversation")
-    return messages
-
-
-def is_conversation(value) -> bool:
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return False
-    if isinstance(value, dict):
-        return {"role", "content"} <= set(value)
-    return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], dict))
 
 
 # ---- named sources -----------------------------------------------------------------------------------------------
@@ -167,7 +84,10 @@ def parse_hh(row: dict) -> PromptGroup | str:
     """Anthropic HH: two whole dialogues, which must be the same up to the last assistant turn of the chosen one."""
     chosen = text_of(column(row, "chosen"), "chosen")
     rejected = text_of(column(row, "rejected"), "rejected")
-    return split_dialogues(chosen, rejected)
+    group = split_dialogues(chosen, rejected)
+    if isinstance(group, PromptGroup):
+        group.sft_score = 0.0  # a prompt has one target, as in the DPO reference implementation
+    return group
 
 
 def split_dialogues(chosen: str, rejected: str) -> PromptGroup | str:
@@ -199,7 +119,7 @@ def parse_shp(row: dict) -> PromptGroup | str:
     group = pair_group(prompt, responses[chosen], responses[rejected])
     if isinstance(group, PromptGroup):
         best = 0 if scores[0] >= scores[1] else 1
-        group.sft_target, group.sft_score = responses[best], scores[best]
+        group.sft_targets, group.sft_score = [responses[best]], scores[best]
     return group
 
 
@@ -233,7 +153,7 @@ def parse_se(row: dict) -> PromptGroup | str:
                 group.pairs.append((first, second) if values[first] > values[second] else (second, first))
             else:
                 group.dropped[NO_PREFERENCE] = group.dropped.get(NO_PREFERENCE, 0) + 1
-    group.sft_target = max(scores, key=scores.__getitem__)
+    group.sft_targets = [max(scores, key=scores.__getitem__)]
     group.sft_score = max(values)
     return group
 
@@ -255,7 +175,7 @@ def _preferences(prompt, row: dict) -> PromptGroup | str:
     chosen, rejected = column(row, "chosen"), column(row, "rejected")
     conversations = is_conversation(chosen), is_conversation(rejected)
     if conversations == (True, True):
-        return _conversation_pair(prompt, _turns(chosen, "chosen"), _turns(rejected, "rejected"))
+        return _conversation_pair(prompt, messages_of(chosen, "chosen"), messages_of(rejected, "rejected"))
     if any(conversations):
         raise ValueError(
             f"chosen is {describe(chosen)} but rejected is {describe(rejected)}: both must be text, or "
@@ -270,10 +190,6 @@ def _preferences(prompt, row: dict) -> PromptGroup | str:
     if ASSISTANT in prompt and chosen.startswith(prompt) and rejected.startswith(prompt):
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]  # whole dialogues beside their prompt
     return pair_group(prompt, chosen, rejected)
-
-
-def _turns(value, what: str) -> list[dict]:
-    return messages_of([value] if isinstance(value, dict) else value, what)
 
 
 def _prompt_messages(value) -> list[dict]:
@@ -337,22 +253,49 @@ def checked_group(prompt, responses, pairs, sft_target) -> PromptGroup | str:
         else:
             group.pairs.append((index_of[texts[0]], index_of[texts[1]]))
     if sft_target not in (None, ""):
-        group.sft_target = text_of(sft_target, "sft_target")
-        if not group.sft_target.strip():
+        group.sft_targets = [text_of(sft_target, "sft_target")]
+        if not sft_target.strip():
             return EMPTY
     elif group.pairs:
-        group.sft_target = group.responses[group.pairs[0][0]]
-    return group if group.responses or group.sft_target else EMPTY
+        group.sft_targets = [group.responses[group.pairs[0][0]]]
+    return group if group.responses or group.sft_targets else EMPTY
 
 
-def parse_messages(row: dict) -> PromptGroup | str:
-    """{messages}: SFT on the last message, which must be the assistant's."""
-    messages = messages_of(column(row, "messages"), "messages")
+def parse_messages(row: dict, name: str = "messages") -> PromptGroup | str:
+    """{messages}, or ShareGPT's {conversations}: SFT on the last message, which must be the assistant's."""
+    value = column(row, name)
+    messages = messages_of(value, name)
     if messages[-1]["role"] != "assistant":
-        raise ValueError(f"messages must end with an assistant message, not one of role {messages[-1]['role']!r}")
+        raise ValueError(f"{name} must end with an assistant message, not one of role {messages[-1]['role']!r}")
     if len(messages) < 2:
-        raise ValueError("messages holds the assistant's message alone, without a prompt")
+        raise ValueError(f"{name} holds the assistant's message alone, without a prompt")
+    if list_of(value, name)[-1].get("weight") == 0:
+        return WEIGHT_ZERO
     return _sft_group(messages[:-1], messages[-1]["content"])
+
+
+def parse_sharegpt_pair(row: dict) -> PromptGroup | str:
+    """ShareGPT's {conversations, chosen, rejected}: a conversation, and two answers to its end."""
+    return _preferences(column(row, "conversations"), row)
+
+
+def parse_orca(row: dict) -> PromptGroup | str:
+    """Orca's {system, question, chosen, rejected}, texts: `parse_row` puts the system message first."""
+    return _preferences(column(row, "question"), row)
+
+
+def parse_alpaca(row: dict) -> PromptGroup | str:
+    """Alpaca's {instruction, input, output}: SFT, as a conversation of two messages."""
+    if not is_empty(row.get("history")):
+        raise ValueError("history has turns, which are not read here; write whole conversations in a column messages")
+    prompt = with_input(column(row, "instruction"), row.get("input"))
+    return _sft_group([{"role": "user", "content": prompt}], text_of(column(row, "output"), "output"))
+
+
+def with_input(instruction, added) -> str:
+    """An instruction and the text that it is about."""
+    instruction = text_of(instruction, "instruction")
+    return instruction if is_empty(added) else f"{instruction}\n{text_of(added, 'input')}"
 
 
 def parse_completion(row: dict) -> PromptGroup | str:
@@ -360,7 +303,7 @@ def parse_completion(row: dict) -> PromptGroup | str:
     prompt, completion = column(row, "prompt"), column(row, "completion")
     prompt = _prompt_messages(prompt) if is_conversation(prompt) else text_of(prompt, "prompt")
     if is_conversation(completion):
-        turns = _turns(completion, "completion")
+        turns = messages_of(completion, "completion")
         if len(turns) != 1 or turns[0]["role"] != "assistant":
             raise ValueError("completion must be one assistant message")
         if isinstance(prompt, str):
@@ -372,46 +315,4 @@ def parse_completion(row: dict) -> PromptGroup | str:
 def _sft_group(prompt, target: str) -> PromptGroup | str:
     if not target.strip():
         return EMPTY
-    return PromptGroup(prompt, [target], [], target, header=header_of(prompt))
-
-
-FORMATS = {  # the columns that mark a format -> its parser, whether it has pairs, the columns it reads
-    ("prompt", "responses", "pairs"): (parse_groups, True, ("prompt", "responses", "pairs", "sft_target")),
-    ("prompt", "responses", "sft_target"): (parse_groups, False, ("prompt", "responses", "pairs", "sft_target")),
-    ("prompt", "chosen", "rejected"): (parse_preferences, True, ("prompt", "chosen", "rejected")),
-    ("chosen", "rejected"): (parse_implicit, True, ("chosen", "rejected")),
-    ("messages",): (parse_messages, False, ("messages",)),
-    ("prompt", "completion"): (parse_completion, False, ("prompt", "completion")),
-    ("history", "human_ref_A", "human_ref_B", "labels", "score_A", "score_B"): (
-        parse_shp,
-        True,
-        ("history", "human_ref_A", "human_ref_B", "labels", "score_A", "score_B"),
-    ),
-    ("question", "answers"): (parse_se, True, ("question", "answers")),
-}
-CANONICAL_COLUMNS = sorted({name for _, _, columns in FORMATS.values() for name in columns})
-
-
-def detect_format(columns, responses_only: bool):
-    """(parser, columns it reads) for data with these columns; `responses_only`: the loss needs no pairs. Raises
-    ValueError when no format fits."""
-    columns = set(columns)
-    for needed, (parser, has_pairs, reads) in FORMATS.items():
-        if not columns.issuperset(needed):
-            continue
-        if not has_pairs and not responses_only:
-            raise ValueError(
-                f"columns {sorted(columns)} hold examples for loss=sft only, and no preferences; other losses need "
-                f"chosen and rejected, or responses and pairs"
-            )
-        if parser is parse_completion and "label" in columns:
-            raise ValueError(
-                "columns prompt, completion and label are unpaired preferences, which no loss here uses; "
-                "keep the good completions and leave the column label out"
-            )
-        return parser, reads
-    known = "; ".join(", ".join(needed) for needed in FORMATS)
-    raise ValueError(
-        f"columns {sorted(columns)} fit no known format. Known are: {known}. Name yours with "
-        f"data.columns, such as data.columns.prompt=question data.columns.chosen=good"
-    )
+    return PromptGroup(prompt, [target], [], [target], header=header_of(prompt))

@@ -11,7 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
-from data.row_formats import PromptGroup, detect_format, parse_se
+from data.format_detection import detect_format
+from data.row_formats import PromptGroup, parse_se, with_input
+from data.row_values import MESSAGE_FIELDS, is_empty
 from data.splits import hold_out
 from data.workers import ordered_map
 
@@ -25,25 +27,34 @@ class RowStream:
         renames: canonical -> actual column names.
         test_share: the part of the prompts that is held out for testing, None where the test split is its own.
         by_row: see `hold_out`. workers: processes for the costly parser.
+
+    notices: what the user should see once, complete when all groups were read.
     """
 
     def __init__(self, name, split, rows, parser, columns, renames, test_share, responses_only, by_row, workers):
         self.name, self.split, self.rows, self.responses_only = name, split, rows, responses_only
         self.parser, self.columns, self.renames = parser, columns, renames
         self.test_share, self.by_row, self.workers = test_share, by_row, workers
+        self.notices: list[str] = []
+        self._named = parser is not None  # the other columns of a named data set are known, and mean nothing to it
+        self._input: str | None = None  # a column that is appended to the prompt
+        self._present: set[str] = set()  # all columns met
+        self._fields: set[str] = set()  # of the messages that were met, all that have a value
 
     def _detect(self):
-        """Settles the parser and the columns to read, from the first row."""
-        first = next(iter(self.rows.read(None)), None)
-        if first is None:
+        """Settles the parser and the columns to read, by the names of the columns."""
+        found = self.rows.column_names()
+        if found is None:
             raise ValueError(f"data set {self.name}: {self.rows.label()} is empty: no row to train on")
-        names = set(first[2])
+        names = self._present = set(found)
         missing = [actual for actual in self.renames.values() if actual not in names]
         if missing:
             raise ValueError(
                 f"data set {self.name}: data.columns names {missing[0]!r}, but the columns of "
                 f"{self.rows.label()} are {sorted(map(str, names))}"
             )
+        if self.renames.get("prompt") == "instruction" and "input" in names - set(self.renames.values()):
+            self._input = "input"
         if self.parser is None:
             canonical = (names - set(self.renames.values())) | set(self.renames)
             try:
@@ -58,8 +69,34 @@ class RowStream:
 
     def _rows(self):
         """Yields (file or data set, number, row under its canonical column names)."""
-        for where, number, row in self.rows.read({self.renames.get(each, each) for each in self.columns}):
+        wanted = self._wanted()
+        for where, number, row in self.rows.read(wanted):
+            if not self._named:
+                self._note(row, wanted)
             yield where, number, self._renamed(where, number, row) if self.renames else row
+
+    def _wanted(self) -> set[str]:
+        """The columns to read, by their names in the data."""
+        return {self.renames.get(each, each) for each in self.columns} | ({self._input} if self._input else set())
+
+    def _note(self, row: dict, wanted):
+        """Takes in what columns a row has, and what fields its messages have."""
+        if not self._present.issuperset(row):
+            self._present.update(row)
+        for name in wanted:
+            for message in value if isinstance(value := row.get(name), list) else ():
+                if isinstance(message, dict) and not self._fields.issuperset(message):
+                    self._fields.update(field for field, content in message.items() if not is_empty(content))
+
+    def _unread(self) -> Iterator[str]:
+        """Notices of columns and fields that nothing reads."""
+        if self._named or self.parser is parse_se:
+            return
+        wanted = self._wanted()
+        for kind, names in (("columns", self._present - wanted), ("fields of messages", self._fields - MESSAGE_FIELDS)):
+            if names:
+                shown = ", ".join(sorted(map(str, names))[:20]) + (", ..." if len(names) > 20 else "")
+                yield f"data set {self.name}: {kind} that are not read: {shown}"
 
     def _renamed(self, where, number, row) -> dict:
         taken = set(self.renames.values())
@@ -71,6 +108,8 @@ class RowStream:
                     f"is missing; the row has {sorted(map(str, row))}"
                 )
             renamed[canonical] = row[actual]
+        if self._input:
+            renamed["prompt"] = with_input(renamed["prompt"], row.get(self._input))
         return renamed
 
     def _parsed(self):
@@ -132,6 +171,7 @@ class RowStream:
             yield from same.values()
         if seen != len(keys):
             raise ValueError(f"data set {self.name}: {self.rows.label()} changed while it was read")
+        self.notices += [text for text in self._unread() if text not in self.notices]
         assert not merged, "every row of a repeated prompt was seen"
         if not counts["rows"] and self.split == "train":
             raise ValueError(

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import private_apis
-from data.files import fingerprint_files, looks_like_path, read_rows, row_location
+from data.files import column_names, describe, fingerprint_files, looks_like_path, read_rows, row_location
+from data.format_detection import CANONICAL_COLUMNS
 from data.options import DataOptions
-from data.row_formats import CANONICAL_COLUMNS, PromptGroup, checked_group, describe, parse_se, text_of
+from data.row_formats import PromptGroup, checked_group, parse_se
 from data.row_stream import RowStream
+from data.row_values import text_of
 from data.splits import SPLITS, find_hub_split, find_split_files
 from data.workers import worker_count
 from preference_datasets import HOLD_OUT_SE, REGISTRY, NamedSource
@@ -154,9 +156,14 @@ class Source:
     fingerprint: str  # of everything in the source that the groups depend on
     reader: Callable[[Counter], Iterator[PromptGroup]]  # fills the counter that it is given
     counts: Counter = field(default_factory=Counter)
+    notices: list[str] = field(default_factory=list)  # what the user should see once; complete after `groups`
+    own_test_split: str = ""  # why data.test_fraction has no effect on it; "" where it has
 
     def groups(self) -> Iterator[PromptGroup]:
-        """Yields each distinct prompt once, with all its responses and pairs. Raises ValueError for a malformed row."""
+        """Yields each distinct prompt once, with all its responses and pairs.
+
+        Raises ValueError for a malformed row, and at the end if the files are no longer those of the fingerprint.
+        """
         self.counts.clear()
         return self.reader(self.counts)
 
@@ -175,17 +182,20 @@ def open_source(name: str, split: str, config: DataOptions, responses_only: bool
         return _function_source(name, split, truncation, target)
     fraction = float(config.data.test_fraction)
     if kind == "path":
-        files, separate = find_split_files(target, split)
+        found = find_split_files(target, split, responses_only)
+        files, separate, notice = found.files, found.alone, found.notice
         content = fingerprint_files(files, cache_folder(config) / "files")
         rows: _FileRows | _HubRows = _FileRows(files)
     else:
+        files = []
         hub_rows, separate = _hub_rows(name, target, split, responses_only)
-        rows, content = hub_rows, hub_rows.fingerprint
+        rows, content, notice = hub_rows, hub_rows.fingerprint, ""
     test_share = None if separate else HOLD_OUT_SE if named and named.name == "se" else fraction
     parser, columns = (named.parser, named.columns) if named else (None, ())
     workers = worker_count(config.data.num_workers)
     by_row = test_share is not None and parser is parse_se
     stream = RowStream(name, split, rows, parser, columns, renames, test_share, responses_only, by_row, workers)
+    own_test_split = "it has a test split" if separate else "" if test_share == fraction else "its test rows are fixed"
     identity = [
         content,
         named.name if named else "",
@@ -195,7 +205,16 @@ def open_source(name: str, split: str, config: DataOptions, responses_only: bool
         responses_only,
     ]
     fingerprint = checksum(json.dumps(identity, sort_keys=True).encode())
-    return Source(name, split, truncation, fingerprint, stream.groups)
+    if notice:
+        stream.notices.append(notice)
+
+    def reader(counts: Counter) -> Iterator[PromptGroup]:
+        yield from stream.groups(counts)
+        # Rows of a file that was replaced while they were read must not be kept under the old content's fingerprint.
+        if files and fingerprint_files(files, None) != content:
+            raise ValueError(f"data set {name}: {rows.label()} changed while it was read; start again")
+
+    return Source(name, split, truncation, fingerprint, reader, Counter(), stream.notices, own_test_split)
 
 
 def get_dataset(name: str, split: str, config: DataOptions, responses_only: bool = False) -> dict:
@@ -240,7 +259,7 @@ def _function_source(name, split, truncation, function) -> Source:
         filled["groups"] = len(groups)
         return iter(groups)
 
-    return Source(name, split, truncation, digest.hexdigest(), reader)
+    return Source(name, split, truncation, digest.hexdigest(), reader, own_test_split="its function makes both splits")
 
 
 class _FileRows:
@@ -249,8 +268,9 @@ class _FileRows:
     def __init__(self, files):
         self.files = files
 
-    def __iter__(self):
-        return self.read(None)
+    def column_names(self) -> list[str] | None:
+        """The columns of the first file that has rows."""
+        return next((names for file in self.files if (names := column_names(file)) is not None), None)
 
     def read(self, wanted):
         for file in self.files:
@@ -270,6 +290,9 @@ class _HubRows:
     def __init__(self, dataset, name):
         self.dataset, self.name = dataset, name
         self.fingerprint = f"hub {name} {private_apis.dataset_fingerprint(dataset)}"
+
+    def column_names(self) -> list[str] | None:
+        return self.dataset.column_names if len(self.dataset) else None
 
     def read(self, wanted):
         dataset = self.dataset

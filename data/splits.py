@@ -4,16 +4,19 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from data.files import DATA_SUFFIXES, data_suffix
+from data.files import check_regular, data_suffix, known_suffixes
 
 SPLITS = ("train", "test")
-# Words in a file's name (or its folder's) that name its split, best first.
+# Words in a file's name (or its folder's) that name its split: words of one tuple mean the same, the best tuple first.
 SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "test": ("test", "validation", "valid", "val", "dev", "eval", "evaluation"),
+    "train": (("train", "training"),),
+    "test": (("test",), ("validation", "valid", "val"), ("dev",), ("eval", "evaluation")),
 }
+# What some data sets add to a split's name for the kind of loss that it is for, as in train_sft and train_prefs.
+PREFERENCES, RESPONSES, OTHER_KINDS = "prefs", "sft", ("gen",)
 METADATA_FILES = {
     "dataset_info.json",
     "dataset_infos.json",
@@ -27,52 +30,117 @@ METADATA_FILES = {
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def find_split_files(path, split: str) -> tuple[list[Path], bool]:
-    """The files of `split` ('train' or 'test') under `path`, in a fixed order, and whether they are that split alone.
+@dataclass
+class SplitFiles:
+    """The files of a split, in a fixed order.
 
-    (files, False) means that the files hold everything and the caller has to hold out the test part by itself.
-    Raises ValueError when there is nothing to read.
+    alone: they hold that split alone; False: they hold everything, and the caller has to hold out the test part.
+    notice: which files of the folder neither split reads, and why; '' where there are none.
+    """
+
+    files: list[Path]
+    alone: bool
+    notice: str = ""
+
+
+def find_split_files(path, split: str, responses_only: bool | None = None) -> SplitFiles:
+    """The files of `split` ('train' or 'test') under `path`.
+
+    responses_only: whether the loss reads responses rather than preferences, where a folder has files for each; None:
+    not known yet. Raises ValueError when there is nothing to read.
     """
     path = Path(path).expanduser()
     if not path.exists():
         raise ValueError(
-            f"{path}: no such file or folder. Give a data file ({', '.join(DATA_SUFFIXES)}) or a folder "
-            f"that holds train and test files"
+            f"{path}: no such file or folder. Give a data file ({known_suffixes()}) or a folder that holds train and "
+            f"test files"
         )
-    if path.is_file():
+    if not path.is_dir():
+        check_regular(path)
         if not data_suffix(path):
-            raise ValueError(f"{path}: not a data file by its name; known are {', '.join(DATA_SUFFIXES)}")
-        return [path], False
+            raise ValueError(f"{path}: not a data file by its name; known are {known_suffixes()}")
+        return SplitFiles([path], False)
+    files = _data_files(path)
     by_split: dict[str, list[Path]] = {}
-    for file in _data_files(path):
+    for file in files:
         by_split.setdefault(_split_word(file.relative_to(path)), []).append(file)
+    others = _unknown_files(path)
     if not by_split:
-        raise ValueError(f"{path}: no data file in this folder; known are {', '.join(DATA_SUFFIXES)}")
-    train = _first_present(by_split, "train")
-    test = _first_present(by_split, "test")
+        found = f" ({others[0].name} is none)" if others else ""
+        raise ValueError(f"{path}: no data file in this folder{found}; known are {known_suffixes()}")
+    train = _of_kind(path, _first_present(by_split, "train"), responses_only)
+    test = _of_kind(path, _first_present(by_split, "test"), responses_only)
     if not train and not test:
-        return by_split[""], False
-    if split == "train" and not train:
+        return SplitFiles(by_split[""], False, _not_read(path, others))
+    if not train and (split == "train" or not test):
         raise ValueError(f"{path}: holds test files only ({test[0].name}, ...), none whose name says train")
-    if split == "test" and not test:
-        return train, False
+    unread = sorted(set(files) - set(train) - set(test)) + others
     # Without a test file the training files are split further, so train must leave the same part out.
-    return (train, bool(test)) if split == "train" else (test, True)
+    return SplitFiles(train if split == "train" or not test else test, bool(test), _not_read(path, unread))
 
 
 def _first_present(by_split, split) -> list[Path]:
-    return next((by_split[word] for word in SPLIT_WORDS[split] if word in by_split), [])
+    for words in SPLIT_WORDS[split]:
+        if found := [file for word in words for file in by_split.get(word, ())]:
+            return sorted(found)
+    return []
 
 
 def _split_word(relative: Path) -> str:
     """The split word in a relative path; the file's own name counts before its folders'."""
     for part in reversed(relative.parts):
         words = re.split(r"[^a-z]+", part.lower())
-        for split_words in SPLIT_WORDS.values():
-            for word in split_words:
+        for groups in SPLIT_WORDS.values():
+            for word in (word for group in groups for word in group):
                 if word in words:
                     return word
     return ""
+
+
+def _of_kind(folder: Path, files: list[Path], responses_only: bool | None) -> list[Path]:
+    """Of a split's files those for the loss, if the data set has the same rows for several kinds of loss."""
+    by_kind: dict[str, list[Path]] = {}
+    for file in files:
+        by_kind.setdefault(_loss_kind(file.relative_to(folder)), []).append(file)
+    if len(by_kind) < 2 or responses_only is None:
+        return files
+    # Preferences have a response to learn, too.
+    for kind in ("", RESPONSES, PREFERENCES) if responses_only else ("", PREFERENCES):
+        if kind in by_kind:
+            return by_kind[kind]
+    found = ", ".join(sorted(by_kind))
+    raise ValueError(f"{folder}: has files of the kinds {found}, and none with preferences ({PREFERENCES})")
+
+
+def _loss_kind(relative: Path) -> str:
+    """The kind of loss that a file is for, by the word after its split's: prefs of train_prefs-00000-of-00001."""
+    for part in reversed(relative.parts):
+        words = [word for word in re.split(r"[^a-z]+", part.lower()) if word]
+        for word, following in zip(words, words[1:]):
+            if following in (PREFERENCES, RESPONSES, *OTHER_KINDS) and _split_word(Path(word)):
+                return following
+    return ""
+
+
+def _not_read(folder: Path, files: list[Path]) -> str:
+    if not files:
+        return ""
+    names = ", ".join(str(file.relative_to(folder)) for file in files[:8]) + (", ..." if len(files) > 8 else "")
+    return (
+        f"{folder}: not read: {names}. Of a folder the files of a train and a test split are read, by their names, and "
+        f"those with a known suffix ({known_suffixes()}); to read a file give its own path."
+    )
+
+
+def _unknown_files(folder: Path) -> list[Path]:
+    """Files whose name says that they belong to a split, with a suffix that no reader knows."""
+    return sorted(
+        Path(root) / name
+        for root, folders, names in os.walk(folder)
+        if not any(part.startswith((".", "__")) for part in Path(root).relative_to(folder).parts)
+        for name in names
+        if not data_suffix(name) and not name.startswith(".") and name not in METADATA_FILES and _split_word(Path(name))
+    )
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -88,6 +156,8 @@ def _data_files(folder: Path) -> list[Path]:
             for name in names
             if data_suffix(name) and name not in METADATA_FILES and not name.startswith(".")
         ]
+    for file in files:
+        check_regular(file)
     return sorted(files)
 
 

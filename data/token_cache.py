@@ -114,9 +114,9 @@ def publish(temporary: Path, final: Path) -> Path:
             sync_folder(final.parent)
             return final
         except OSError as error:
-            if not final.exists():
+            if not os.path.lexists(final):
                 raise CacheWriteError(error.errno, str(error)) from error
-        if not why_unusable(final):
+        if why_unusable(final) is None:
             shutil.rmtree(temporary, ignore_errors=True)
             return final
         aside = temporary_beside(final)
@@ -124,7 +124,10 @@ def publish(temporary: Path, final: Path) -> Path:
             os.rename(final, aside)
         except OSError:
             continue  # another writer moved it first
-        shutil.rmtree(aside, ignore_errors=True)
+        if os.path.islink(aside) or not os.path.isdir(aside):
+            os.unlink(aside)
+        else:
+            shutil.rmtree(aside, ignore_errors=True)
     raise CacheWriteError(0, f"{final} cannot be replaced")
 
 
@@ -140,7 +143,7 @@ def read_manifest(folder: Path) -> dict:
 def why_unusable(folder: Path, expected: dict | None = None) -> str | None:
     """None for a folder whose manifest, sizes and checksums are right; else what is wrong, '' where there is none."""
     if not folder.is_dir():
-        return ""
+        return "it is no folder" if os.path.lexists(folder) else ""
     try:
         manifest = read_manifest(folder)
         for name, value in (expected or {}).items():

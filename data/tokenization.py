@@ -27,7 +27,7 @@ import numpy as np
 
 from data import token_cache
 from data.chat_templates import read_chat_template
-from data.examples import examples_of_kind, preferences_of
+from data.examples import examples_of_kind, own_examples, preferences_of
 from data.options import DataOptions
 from data.row_formats import PromptGroup
 from data.sources import Source, cache_folder, open_source
@@ -37,7 +37,7 @@ from data.truncation import Limits, TokenGroup, fit_group
 from data.workers import ordered_map, worker_count
 from utils import checksum
 
-FORMAT = 1  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
+FORMAT = 2  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
 CHUNK = 256  # groups that are encoded in one call
 ARRAYS = {
     "tokens": (np.int32, ()),
@@ -57,7 +57,7 @@ class TokenizedDataset:
         segment_starts  int64 [n_segments + 1]  where each segment's tokens start
         group_starts    int64 [n_groups + 1]    the segment that is each group's prompt
         examples        int32 [n_examples, 3]   (group, first, second): response numbers inside the group, by kind of
-                                                example; on disk pairs (group, chosen, rejected), SFT (group, 0, -1)
+                                                example; on disk pairs (group, chosen, rejected), SFT (group, n, -1)
         rows            int64 [n_groups]        the source row, for messages
         truncated       bool  [n_responses]     cut at max_length, so without an EOS
     key: a digest of all tokens and the structure. counts: what was read, kept, cut and dropped. notices: what the user
@@ -223,7 +223,7 @@ def _write(source: Source, encoder, limits, responses_only, key, parent: Path, l
                 "name": source.name,
                 "split": source.split,
                 "counts": {name: int(number) for name, number in sorted(counts.items()) if number},
-                "notices": encoder.renderer.notices,
+                "notices": encoder.renderer.notices + source.notices,
                 "files": manifest_files,
             },
         )
@@ -243,7 +243,7 @@ def _append(files: dict[str, ArrayFile], groups: list[TokenGroup]):
             tokens.extend(segment)
             lengths.append(len(segment))
         sizes.append(1 + len(group.responses))
-        examples += [(number, *pair) for pair in group.pairs] or [(number, 0, -1)]
+        examples += [(number, *example) for example in own_examples(len(group.responses), group.pairs)]
     starts = files["tokens"].length + np.concatenate(([0], np.cumsum(lengths)))[:-1] if lengths else []
     group_starts = files["segment_starts"].length + np.concatenate(([0], np.cumsum(sizes)))[:-1] if sizes else []
     files["tokens"].append(np.frombuffer(tokens, np.int32) if tokens else [])
@@ -312,10 +312,10 @@ def _one_ahead(function, items):
 def _rendered(group: PromptGroup, encoder: TextEncoder, responses_only: bool, source: Source, counts: Counter):
     """(group, its texts, pairs into them), or None for a group that this loss has no use for."""
     if responses_only:
-        if group.sft_target is None:
+        if not group.sft_targets:
             counts["dropped_no_sft_target"] += 1
             return None
-        responses, pairs = [group.sft_target], []
+        responses, pairs = group.sft_targets, []
     else:
         used = sorted({index for pair in group.pairs for index in pair})
         if not used:

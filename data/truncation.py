@@ -20,7 +20,7 @@ class Limits:
 
 @dataclass
 class TokenGroup:
-    """A tokenised prompt group; every response occurs in a pair (SFT: there is one response and no pair)."""
+    """A tokenised prompt group; every response occurs in a pair (SFT: each is an example, and there is no pair)."""
 
     prompt: list[int]
     responses: list[list[int]]

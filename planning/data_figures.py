@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.examples import examples_of_kind
+from data.examples import examples_of_kind, own_examples
 from data.options import mixture_weights
 from losses import find_loss
 from planning.batch_shape import BatchShape
@@ -95,9 +95,9 @@ def _cached_figures(config: Settings, datasets) -> DataFigures:
     )
 
 
-def _responses_of_examples(pairs: list[tuple[int, int]], kind: str) -> list[list[int]]:
+def _responses_of_examples(n_responses: int, pairs: list[tuple[int, int]], kind: str) -> list[list[int]]:
     """The responses of a prompt that each of its examples needs."""
-    rows = np.array([(0, *pair) for pair in pairs] or [(0, 0, -1)], dtype=np.int32)
+    rows = np.array([(0, *example) for example in own_examples(n_responses, pairs)], dtype=np.int32)
     every = sorted({response for pair in pairs for response in pair})
     return [[number for number in row[1:] if number >= 0] or every for row in examples_of_kind(rows, kind).tolist()]
 
@@ -125,7 +125,7 @@ def _sampled_figures(config: Settings, tokenizer, kind: str) -> DataFigures:
         for group in itertools.chain.from_iterable(
             tokenized_chunks(sample, encoder, limits, responses_only, Counter())
         ):
-            for numbers in _responses_of_examples(group.pairs, kind):
+            for numbers in _responses_of_examples(len(group.responses), group.pairs, kind):
                 # Examples of a prompt meet in a step by chance only, unless asked for; each is taken to come alone.
                 lengths = len(group.prompt), tuple(len(group.responses[i]) for i in numbers)
                 sample_tokens += BatchShape(*lengths, 1, config.prefix_sharing).unit_tokens

@@ -1,12 +1,19 @@
 """Files of every kind are read, broken ones refused, and the files and rows of each split found."""
 
+import bz2
 import gzip
 import json
+import lzma
+import os
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
-from rows import only, read, write
+from rows import config, only, read, write
+
+from data import files
+from data.sources import check_dataset_names, open_source
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_HH = ROOT.parent / "shared" / "data" / "hh-rlhf"
@@ -75,6 +82,97 @@ def test_a_big_line_is_read_in_reasonable_time(tmp_path):
     assert time.perf_counter() - start < 20
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv"])
+@pytest.mark.parametrize("packed", ["", ".gz", ".bz2", ".xz", ".zst"])
+def test_compressed_and_tab_separated_files(tmp_path, suffix, packed):
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [{"prompt": f"q{n}", "chosen": "a,b", "rejected": "c"} for n in range(50)]
+    data = write(tmp_path / f"plain.{suffix.replace('tsv', 'csv')}", rows).read_bytes()
+    if suffix == "tsv":
+        data = b"prompt\tchosen\trejected\n" + b"".join(b"q%d\ta,b\tc\n" % number for number in range(50))
+    path = tmp_path / "x" / f"train.{suffix}{packed}"
+    path.parent.mkdir()
+    if packed == ".zst":
+        with pyarrow.output_stream(str(path), compression="zstd") as stream:
+            stream.write(data)
+    else:
+        path.write_bytes({"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[packed](data))
+    groups, _ = read(path.parent, tmp_path)
+    assert len(groups) == 50 and groups[49].responses == ["a,b", "c"]
+    if packed:
+        path.write_bytes(path.read_bytes()[:-9])
+        with pytest.raises(ValueError, match=f"train.{suffix}{packed}: .*broken"):
+            read(path, tmp_path)
+
+
+def test_a_file_of_an_unknown_kind_is_explained(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "train.jsonl.lz4").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no data file in this folder \(train.jsonl.lz4 is none\).*\.tsv.*\.zst"):
+        read(tmp_path / "x", tmp_path)
+    with pytest.raises(ValueError, match="not a data file by its name"):
+        read(tmp_path / "x" / "train.jsonl.lz4", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.csv"])
+def test_a_small_compressed_file_cannot_fill_the_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(files, "MAX_ROW", 1 << 20)
+    monkeypatch.setattr(files, "MAX_UNPACKED_JSON", 1 << 20)
+    start = b'[{"prompt": "' if name == "d.json" else b'prompt,chosen\n"' if name == "d.csv" else b'{"prompt": "'
+    filling = (b"x" * 999 + b"\n") if name == "d.csv" else b"x" * 1000  # one quoted cell over many lines
+    path = tmp_path / f"{name}.gz"
+    with gzip.open(path, "wb") as stream:
+        stream.write(start)
+        for _ in range(8_000):
+            stream.write(filling)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="d.*: .*more than 1 MB|longer than 1 MB|unpacked more than 1 MB"):
+            read(path, tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 6 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_pipe_or_device_is_refused_at_once(tmp_path):
+    (tmp_path / "x").mkdir()
+    os.mkfifo(tmp_path / "x" / "train.jsonl")
+    for path in (tmp_path / "x", tmp_path / "x" / "train.jsonl"):
+        with pytest.raises(ValueError, match="train.jsonl: is a named pipe, not a data file"):
+            check_dataset_names([str(path)], config(tmp_path))
+        with pytest.raises(ValueError, match="is a named pipe"):
+            read(path, tmp_path)
+    (tmp_path / "d.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="is a device or socket"):
+        read(tmp_path / "d.jsonl", tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_columns_that_nobody_reads_are_not_read(tmp_path, suffix):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    # A date that Python has no object for.
+    bad = pyarrow.array([10**12], pyarrow.int64()).cast(pyarrow.timestamp("s"))
+    table = pyarrow.table({"when": bad, "prompt": ["q"], "chosen": ["a"], "rejected": ["b"]})
+    path = tmp_path / f"d.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    assert only(path, tmp_path).responses == ["a", "b"]
+
+
+def test_an_empty_first_file_does_not_settle_the_format(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    (tmp_path / "x").mkdir()
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "x" / "a.parquet")
+    write(tmp_path / "x" / "b.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
+    assert read(tmp_path / "x", tmp_path)[0][0].prompt == "q"
+
+
 # ---- splits ------------------------------------------------------------------------------------------------------
 
 
@@ -114,3 +212,50 @@ def test_split_files_are_found_by_name(tmp_path):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ValueError, match="no data file in this folder"):
         read(tmp_path / "nothing", tmp_path)
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
+    def row(prompt):
+        return [{"prompt": prompt, "chosen": "a", "rejected": "b"}]
+
+    for name in ("train", "training", "extra", "test", "validation"):
+        write(tmp_path / "x" / f"{name}.jsonl", row(name))
+    (tmp_path / "x" / "train-2.txt").write_text("more")
+    (tmp_path / "x" / "README.md").write_text("about")
+    assert {g.prompt for g in read(tmp_path / "x", tmp_path)[0]} == {"train", "training"}
+    notices = {tuple(open_source(str(tmp_path / "x"), split, config(tmp_path)).notices) for split in ("train", "test")}
+    (notice,) = notices.pop()
+    assert not notices  # the same text for both, so that it is shown once
+    assert "x: not read: extra.jsonl, validation.jsonl, train-2.txt. " in notice
+    (tmp_path / "x" / "train-2.txt").unlink()
+    for name in ("extra", "validation"):
+        (tmp_path / "x" / f"{name}.jsonl").unlink()
+    assert not open_source(str(tmp_path / "x"), "train", config(tmp_path)).notices
+
+
+def test_a_snapshot_with_a_split_for_each_kind_of_loss_is_read_once(tmp_path):
+    """The files of HuggingFaceH4/ultrafeedback_binarized: the same prompts for preferences, SFT and generation."""
+
+    def row(prompt):
+        return {"prompt": prompt, "chosen": "a", "rejected": "b"}
+
+    for split in ("train", "test"):
+        for kind in ("prefs", "sft", "gen"):
+            rows = [row(f"{split} {kind}")]
+            write(tmp_path / "x" / "data" / f"{split}_{kind}-00000-of-00001-0ae1fd.parquet", rows)
+    for split in ("train", "test"):
+        assert [g.prompt for g in read(tmp_path / "x", tmp_path, split)[0]] == [f"{split} prefs"]
+        assert [g.prompt for g in read(tmp_path / "x", tmp_path, split, sft=True)[0]] == [f"{split} sft"]
+    check_dataset_names([str(tmp_path / "x")], config(tmp_path))
+    (notice,) = open_source(str(tmp_path / "x"), "train", config(tmp_path), False).notices
+    assert "train_gen-00000" in notice and "train_sft-00000" in notice and "prefs" not in notice
+    for file in (tmp_path / "x" / "data").glob("*_prefs*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="has files of the kinds gen, sft, and none with preferences"):
+        read(tmp_path / "x", tmp_path)
+
+
+def test_shards_and_several_sets_in_a_folder_are_read_together(tmp_path):
+    for name in ("hh/train-00000-of-00002", "hh/train-00001-of-00002", "shp_train"):
+        write(tmp_path / "x" / f"{name}.jsonl", [{"prompt": name, "chosen": "a", "rejected": "b"}])
+    assert len(read(tmp_path / "x", tmp_path)[0]) == 3

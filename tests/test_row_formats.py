@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rows import A, H, chat, config, hh, only, read, write
 
-from data.row_formats import CANONICAL_COLUMNS
+from data.format_detection import CANONICAL_COLUMNS
 from data.sources import check_dataset_names
 
 ROOT = Path(__file__).resolve().parent.parent

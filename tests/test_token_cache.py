@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-import socket
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +13,11 @@ import pytest
 from small_tokenizers import byte_level, config, dump, load, pair, trees
 
 import preference_datasets
+import utils
 from data import sources, tokenization
 from data.tokenization import load_tokenized
 from preference_datasets import register_dataset
+from utils import process_space
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +136,27 @@ def test_a_malformed_row_leaves_nothing_behind(tmp_path, gpt2):
 def test_leftovers_of_dead_processes_are_swept(tmp_path, gpt2):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    stale = tmp_path / "cache" / f"x.{socket.gethostname()}-{gone.pid}-abc.tmp"
-    alive = tmp_path / "cache" / f"x.{socket.gethostname()}-{os.getpid()}-abc.tmp"
+    stale = tmp_path / "cache" / f"x.{process_space()}-{gone.pid}-abc.tmp"
+    alive = tmp_path / "cache" / f"x.{process_space()}-{os.getpid()}-abc.tmp"
     for folder in (stale, alive):
         folder.mkdir(parents=True)
     load(tmp_path, [pair()], gpt2)
     assert not stale.exists() and alive.exists()
+
+
+def test_what_a_container_of_the_same_host_name_is_writing_stays(tmp_path, monkeypatch):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    other = tmp_path / "cache" / f"x.{process_space()}-{gone.pid}-abc.tmp"
+    other.mkdir(parents=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(utils.os, "readlink", lambda path: "pid:[1]")  # another namespace of process ids
+        utils.process_space.cache_clear()
+        utils.remove_leftovers(tmp_path / "cache")
+        assert other.exists() and utils.process_space() not in other.name
+    utils.process_space.cache_clear()
+    utils.remove_leftovers(tmp_path / "cache")
+    assert not other.exists()
 
 
 def _load_in_process(path, tmp_path, barrier, results):
@@ -173,6 +190,42 @@ def test_a_changed_file_is_read_again(tmp_path, gpt2):
     first = load(tmp_path, [pair(chosen="yes", rejected="no")], gpt2)
     second = load(tmp_path, [pair(chosen="yas", rejected="no")], gpt2)  # the same size, moments later
     assert first.key != second.key
+
+
+def test_a_file_replaced_while_it_is_tokenised_is_not_kept(tmp_path, gpt2, monkeypatch):
+    old, new = [pair("q", "old", "x")], [pair("q", "new", "x")]
+    path = Path(dump(tmp_path, old))
+    before = path.read_bytes()
+    other = Path(dump(tmp_path, new, name="other.jsonl")).read_bytes()
+    path.write_bytes(before)
+    read = sources.read_rows
+
+    def replaced_first(file, wanted=None):
+        Path(file).write_bytes(other)
+        return read(file, wanted)
+
+    monkeypatch.setattr(sources, "read_rows", replaced_first)
+    with pytest.raises(ValueError, match="data.jsonl changed while it was read; start again"):
+        load_tokenized(str(path), "train", gpt2, config(tmp_path), "pairs")
+    monkeypatch.setattr(sources, "read_rows", read)
+    path.write_bytes(before)
+    data = load_tokenized(str(path), "train", gpt2, config(tmp_path), "pairs")
+    assert "old" in gpt2.decode(data.response(0, 0))
+
+
+@pytest.mark.parametrize("kind", ["file", "empty file", "link to nothing", "link to a file"])
+def test_a_cache_entry_that_is_no_folder_is_made_again(tmp_path, gpt2, kind):
+    folder = load(tmp_path, [pair()], gpt2).folder
+    shutil.rmtree(folder)
+    if kind.endswith("file") and not kind.startswith("link"):
+        folder.write_text("" if "empty" in kind else "no folder")
+    else:
+        (tmp_path / "target").write_text("mine")
+        folder.symlink_to(tmp_path / ("nowhere" if "nothing" in kind else "target"))
+    again = load_tokenized(str(tmp_path / "data.jsonl"), "train", gpt2, config(tmp_path), "pairs")
+    assert len(again) == 1 and folder.is_dir() and not folder.is_symlink() and "no folder" in again.notices[0]
+    assert not (tmp_path / "target").exists() or (tmp_path / "target").read_text() == "mine"
+    assert not list(folder.parent.glob("*.tmp"))
 
 
 def test_a_custom_source_is_cached_by_what_it_returns(tmp_path, gpt2):
