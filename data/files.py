@@ -336,6 +336,18 @@ def describe(value) -> str:
     return f"{kind} ({shown if len(shown) <= 60 else shown[:57] + '...'})"
 
 
+def quoted(text) -> str:
+    """A name as an error message shows it: in quotes, on one line, and not longer than a line."""
+    shown = repr(text) if str(text).isprintable() else ascii(text)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def named(names, most: int = 20) -> str:
+    """Column names as an error message lists them: sorted, and not more than can be read."""
+    shown = [quoted(name) for name in sorted(map(str, names))]
+    return "[" + ", ".join(shown[:most]) + (f" and {len(shown) - most} more]" if len(shown) > most else "]")
+
+
 def fingerprint_files(files, memory: Path | None) -> str:
     """A digest of the files' contents, in order.
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from data.files import describe
+from data.files import describe, named
 from data.row_formats import (
     PromptGroup,
     parse_alpaca,
@@ -116,7 +116,7 @@ def detect_format(columns, responses_only: bool):
             continue
         if not has_pairs and not responses_only:
             raise ValueError(
-                f"columns {sorted(columns)} hold examples for loss=sft only, and no preferences; other losses need "
+                f"columns {named(columns)} hold examples for loss=sft only, and no preferences; other losses need "
                 f"chosen and rejected, or responses and pairs"
             )
         if parser in NAMED:
@@ -126,7 +126,7 @@ def detect_format(columns, responses_only: bool):
         return partial(parse_row, parser, has_pairs), (*reads, *CONTEXT_COLUMNS)
     known = "; ".join(", ".join(needed) for needed in FORMATS)
     raise ValueError(
-        f"columns {sorted(columns)} fit no known format. Known are: {known}. Name yours with "
+        f"columns {named(columns)} fit no known format. Known are: {known}. Name yours with "
         f"data.columns, such as {_advice(columns)}"
     )
 

@@ -7,7 +7,7 @@ counted. A row that is malformed, rather than merely unusable, raises ValueError
 import json
 from dataclasses import dataclass, field
 
-from data.files import describe
+from data.files import describe, quoted
 from data.row_values import column, is_conversation, is_empty, list_of, messages_of, number_of, text_of
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
@@ -202,7 +202,9 @@ def _prompt_messages(value) -> list[dict]:
 def _conversation_pair(prompt, chosen: list[dict], rejected: list[dict]) -> PromptGroup | str:
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         if messages[-1]["role"] != "assistant":
-            raise ValueError(f"{name} must end with an assistant message, not one of role {messages[-1]['role']!r}")
+            raise ValueError(
+                f"{name} must end with an assistant message, not one of role {quoted(messages[-1]['role'])}"
+            )
     if is_conversation(prompt):
         messages = _prompt_messages(prompt)
         if chosen[: len(messages)] == messages and rejected[: len(messages)] == messages:
@@ -266,7 +268,7 @@ def parse_messages(row: dict, name: str = "messages") -> PromptGroup | str:
     value = column(row, name)
     messages = messages_of(value, name)
     if messages[-1]["role"] != "assistant":
-        raise ValueError(f"{name} must end with an assistant message, not one of role {messages[-1]['role']!r}")
+        raise ValueError(f"{name} must end with an assistant message, not one of role {quoted(messages[-1]['role'])}")
     if len(messages) < 2:
         raise ValueError(f"{name} holds the assistant's message alone, without a prompt")
     if list_of(value, name)[-1].get("weight") == 0:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
+from data.files import named
 from data.format_detection import detect_format
 from data.row_formats import PromptGroup, parse_se, with_input
 from data.row_values import MESSAGE_FIELDS, is_empty
@@ -51,7 +52,7 @@ class RowStream:
         if missing:
             raise ValueError(
                 f"data set {self.name}: data.columns names {missing[0]!r}, but the columns of "
-                f"{self.rows.label()} are {sorted(map(str, names))}"
+                f"{self.rows.label()} are {named(names)}"
             )
         if self.renames.get("prompt") == "instruction" and "input" in names - set(self.renames.values()):
             self._input = "input"
@@ -63,7 +64,7 @@ class RowStream:
                 raise ValueError(f"data set {self.name} ({self.rows.label()}): {error}") from error
         elif not names & {self.renames.get(each, each) for each in self.columns}:
             raise ValueError(
-                f"data set {self.name}: {self.rows.label()} has columns {sorted(map(str, names))}, but "
+                f"data set {self.name}: {self.rows.label()} has columns {named(names)}, but "
                 f"{self.name} has {', '.join(self.columns)}; name yours with data.columns"
             )
 
@@ -95,8 +96,7 @@ class RowStream:
         wanted = self._wanted()
         for kind, names in (("columns", self._present - wanted), ("fields of messages", self._fields - MESSAGE_FIELDS)):
             if names:
-                shown = ", ".join(sorted(map(str, names))[:20]) + (", ..." if len(names) > 20 else "")
-                yield f"data set {self.name}: {kind} that are not read: {shown}"
+                yield f"data set {self.name}: {kind} that are not read: {named(names)}"
 
     def _renamed(self, where, number, row) -> dict:
         taken = set(self.renames.values())
@@ -105,7 +105,7 @@ class RowStream:
             if actual not in row:
                 raise ValueError(
                     f"{self.rows.describe(where, number)}: column '{actual}' (data.columns.{canonical}) "
-                    f"is missing; the row has {sorted(map(str, row))}"
+                    f"is missing; the row has {named(row)}"
                 )
             renamed[canonical] = row[actual]
         if self._input:

@@ -9,7 +9,7 @@ import math
 import re
 import warnings
 
-from data.files import describe
+from data.files import describe, named
 
 # What begins with a key and has a role was written as a conversation, whatever became of it since.
 _FIRST_KEY = re.compile(r"""\s*\[?\s*\{\s*["']\w+["']\s*:""")
@@ -42,7 +42,7 @@ def text_of(value, what: str) -> str:
 
 def column(row: dict, name: str):
     if name not in row:
-        raise ValueError(f"column '{name}' is missing; the row has {sorted(map(str, row))}")
+        raise ValueError(f"column '{name}' is missing; the row has {named(row)}")
     return row[name]
 
 

@@ -109,13 +109,13 @@ def test_columns_and_fields_left_unread_are_named(tmp_path, file):
     message = chat("q", "yes")[1] | {"thinking": "hm"}
     path = write(tmp_path / file, [{"messages": [chat("q")[0], message], "score": 3.5, "source": "x"}])
     columns, fields = notices_of(path, tmp_path, sft=True)
-    assert columns.endswith("columns that are not read: score, source")
-    assert fields.endswith("fields of messages that are not read: thinking")
+    assert columns.endswith("columns that are not read: ['score', 'source']")
+    assert fields.endswith("fields of messages that are not read: ['thinking']")
     assert not notices_of(write(tmp_path / "plain.jsonl", [PAIR]), tmp_path)
 
 
 def test_a_column_that_begins_late_is_named(tmp_path):
-    assert "not read: late" in notices_of(write(tmp_path / "d.jsonl", [PAIR, PAIR | {"late": 1}]), tmp_path)[0]
+    assert "not read: ['late']" in notices_of(write(tmp_path / "d.jsonl", [PAIR, PAIR | {"late": 1}]), tmp_path)[0]
 
 
 def test_sft_learns_every_completion_of_a_prompt(tmp_path):

@@ -237,3 +237,15 @@ def test_fuzz_bytes(tmp_path_factory, data, kind, squeeze):
     tmp_path = tmp_path_factory.mktemp("fuzz")
     (tmp_path / f"d{kind}").write_bytes(gzip.compress(data)[: -squeeze or None] if kind.endswith("gz") else data)
     rows_or_value_error(tmp_path / f"d{kind}", tmp_path, True)
+
+
+def test_messages_about_long_names_stay_short(tmp_path):
+    long = "x" * 30_000
+    for row in (
+        {long: "a"},
+        {"prompt": "a", "chosen": [{"role": long, "content": "b"}], "rejected": "c"},
+        {f"{n}" * 50: 1 for n in range(99)},
+    ):
+        with pytest.raises(ValueError) as caught:
+            read(write(tmp_path / "d.jsonl", [row]), tmp_path)
+        assert len(str(caught.value)) < 2_500
