@@ -12,6 +12,7 @@ BLOCKS = frozenset(
         "figcaption address main form"
     ).split()
 )
+MAX_UNFINISHED = 100  # tags, comments or marked sections that never end; a text that was written by people has few
 DROPPED = {"script", "style", "template", "noscript", "head", "title", "iframe", "object", "svg", "math"}
 
 
@@ -24,12 +25,30 @@ def html_to_text(html: str) -> str:
     if "<" not in html and "&" not in html:
         return _joined([_squeezed(html)])
     from bs4 import BeautifulSoup
+    from bs4.exceptions import ParserRejectedMarkup
 
+    html = _without_unfinished(html)
     try:
         # html.parser rather than lxml: the same tree on every machine, whatever else is installed.
-        return _joined(_blocks(BeautifulSoup(html, "html.parser")))
+        try:
+            tree = BeautifulSoup(html, "html.parser")
+        except ParserRejectedMarkup:  # a marked section without a name, which a browser takes for a comment
+            tree = BeautifulSoup(html.replace("<![", "&lt;!["), "html.parser")
+        return _joined(_blocks(tree))
     except RecursionError as error:
         raise ValueError("HTML nested too deeply") from error
+
+
+def _without_unfinished(html: str) -> str:
+    """The same HTML with what opens and never closes written as text, which is what html.parser makes of it.
+
+    For each of these it reads on to the end of the text, so that a text full of them would take minutes.
+    """
+    for opening, closing in (("<", ">"), ("<!--", "-->"), ("<![", "]>")):
+        last = html.rfind(closing) + 1
+        if html.count(opening, last) > MAX_UNFINISHED:
+            html = html[:last] + html[last:].replace(opening, "&lt;" + opening[1:])
+    return html
 
 
 def _squeezed(text: str) -> str:

@@ -9,6 +9,8 @@ computes all micro-batches and takes its own share, so ranks never have to talk 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ class DatasetMixture:
     Args:
         datasets: `TokenizedDataset`s (see tokenization.py).
         weights: how often each data set's examples are seen in an epoch: 1 is once, 0.5 a different half each epoch,
-            2 twice. One number a data set; None means 1 for all.
+            2 twice. One number a data set; None means 1 for all. Where an epoch's share is no whole number, epochs
+            differ by an example, so that over epochs the frequency is right.
     """
 
     def __init__(self, datasets: Sequence, weights: Sequence[float] | None = None):
@@ -32,12 +35,33 @@ class DatasetMixture:
         self.weights = [1.0] * len(self.datasets) if weights is None else [float(w) for w in weights]
         self.offsets = np.cumsum([0] + [len(d.examples) for d in self.datasets])
 
-    def epoch_size(self) -> int:
-        """Examples in one epoch."""
-        return sum(self._share(i) for i in range(len(self.datasets)))
+        self.shares = [weight * len(d.examples) for weight, d in zip(self.weights, self.datasets, strict=True)]
 
-    def _share(self, index: int) -> int:
-        return int(round(self.weights[index] * len(self.datasets[index].examples)))
+    def drawn_before(self, index: int, epoch: int) -> int:
+        """Examples of a data set in all epochs before `epoch`."""
+        return int(round(self.shares[index] * epoch))
+
+    def examples_before(self, epoch: int) -> int:
+        """Examples in all epochs before `epoch`."""
+        return sum(self.drawn_before(index, epoch) for index in range(len(self.datasets)))
+
+    def epoch_size(self, epoch: int = 0) -> int:
+        """Examples in one epoch."""
+        return self.examples_before(epoch + 1) - self.examples_before(epoch)
+
+    def epochs(self, n_epochs: int | None, n_examples: int | None) -> int:
+        """Epochs that a run begins which ends at whichever comes first; one may be None."""
+        if n_examples is None or not sum(self.shares):
+            return n_epochs or 0
+        needed = max(0, int((n_examples - len(self.shares)) / sum(self.shares)))
+        while self.examples_before(needed) < n_examples:
+            needed += 1
+        return needed if n_epochs is None else min(needed, n_epochs)
+
+    def never_drawn(self, n_epochs: int) -> list[int]:
+        """The data sets with examples of which so many epochs draw none, because their weights are too small."""
+        indices = range(len(self.datasets))
+        return [index for index in indices if self.shares[index] and not self.drawn_before(index, n_epochs)]
 
     def epoch_permutation(self, seed: int, epoch: int, shuffle: str | None = "pairs") -> np.ndarray:
         """Example indices of one epoch, in training order: a function of (seed, epoch) alone (Law 3).
@@ -49,13 +73,13 @@ class DatasetMixture:
         """
         chosen = []
         for index, dataset in enumerate(self.datasets):
-            count, wanted = len(dataset.examples), self._share(index)
-            whole, rest = divmod(wanted, count) if count else (0, 0)
+            count, start = len(dataset.examples), self.drawn_before(index, epoch)
+            whole, rest = divmod(self.drawn_before(index, epoch + 1) - start, count) if count else (0, 0)
             parts = [np.arange(count)] * whole
             if rest:
                 # A fractional weight walks round one permutation, epoch by epoch, so that all are seen equally often.
                 walk = np.random.default_rng([seed, index, 1]).permutation(count)
-                parts.append(np.sort(walk[(epoch * rest + np.arange(rest)) % count]))
+                parts.append(np.sort(walk[(start + np.arange(rest)) % count]))
             if parts:
                 chosen.append(np.concatenate(parts) + self.offsets[index])
         example_indices = np.concatenate(chosen) if chosen else np.zeros(0, dtype=np.int64)
@@ -152,25 +176,41 @@ class BatchSampler:
         self.mixture, self.batch_size, self.seed, self.shuffle = mixture, batch_size, seed, shuffle
         self.make_batch, self.rank, self.n_ranks = make_batch, rank, n_ranks
         self.budget, self.min_micro_batches, self.share_prefix = budget, min_micro_batches, share_prefix
-        self.epoch_size = mixture.epoch_size()
-        in_epochs = None if n_epochs is None else n_epochs * self.epoch_size
-        if not self.epoch_size:
+        epochs = mixture.epochs(n_epochs, n_examples)
+        in_epochs = mixture.examples_before(epochs)
+        if not in_epochs:
             raise ValueError("There is no example to make steps of; look at datasets and data.weights.")
-        self.n_examples = min(n for n in (in_epochs, n_examples) if n is not None)
+        self.n_examples = in_epochs if n_examples is None else min(in_epochs, n_examples)
         self._permutation: tuple[int, np.ndarray] | None = None  # (epoch, its epoch_permutation)
         # A step never crosses an epoch: the last one of an epoch is smaller instead, so that no example is dropped.
-        self.steps_per_epoch = -(-self.epoch_size // batch_size)
-        whole, rest = divmod(self.n_examples, self.epoch_size)
-        self.n_steps = whole * self.steps_per_epoch + -(-rest // batch_size)
+        # Epochs repeat their sizes after `_period` of them.
+        self._period = 1 if all(share == round(share) for share in mixture.shares) else epochs
+        steps = [-(-mixture.epoch_size(epoch) // batch_size) for epoch in range(self._period)]
+        self._steps_before = [0, *itertools.accumulate(steps)]  # of the epochs of a period, and of a whole one
+        self.steps_per_epoch = steps[0]
+        last = epochs - 1
+        rest = self.n_examples - mixture.examples_before(last)
+        self.n_steps = self._first_step(last) + -(-rest // batch_size)
+
+    def _first_step(self, epoch: int) -> int:
+        """The number of the first step of an epoch."""
+        periods, inside = divmod(epoch, self._period)
+        return periods * self._steps_before[-1] + self._steps_before[inside]
+
+    def _epoch_of(self, step: int) -> tuple[int, int]:
+        """(epoch, number of the step in it); a run's end is the start of an epoch after it."""
+        periods, inside = divmod(step, self._steps_before[-1])
+        epoch = bisect.bisect_right(self._steps_before, inside) - 1
+        return periods * self._period + epoch, inside - self._steps_before[epoch]
 
     def examples_before(self, step: int) -> int:
         """Examples seen before step `step` (0-based) starts."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        return min(epoch * self.epoch_size + min(index * self.batch_size, self.epoch_size), self.n_examples)
+        epoch, index = self._epoch_of(step)
+        return min(self.mixture.examples_before(epoch) + index * self.batch_size, self.n_examples)
 
     def example_indices(self, step: int) -> np.ndarray:
         """Example indices of a step."""
-        epoch, index = divmod(step, self.steps_per_epoch)
+        epoch, index = self._epoch_of(step)
         permutation = self._permutation  # read once: another thread may prepare the next epoch's first step
         if permutation is None or permutation[0] != epoch:
             permutation = (epoch, self.mixture.epoch_permutation(self.seed, epoch, self.shuffle))
@@ -192,7 +232,7 @@ class BatchSampler:
             self.mixture.units(example_indices), self.n_ranks, self.budget, self.min_micro_batches, self.share_prefix
         )
         batches = [self.make_batch(slot[self.rank]) for slot in slots]
-        return Step(number, number // self.steps_per_epoch, len(example_indices), batches)
+        return Step(number, self._epoch_of(number)[0], len(example_indices), batches)
 
     def steps(self, start: int = 0, stop: int | None = None) -> Iterator[Step]:
         """Steps start..stop-1, each prepared in a background thread while the one before it runs."""
@@ -243,7 +283,8 @@ def make_micro_batches(
 
 def widest_unit(mixture: DatasetMixture, seed: int) -> PromptUnit:
     """A prompt group of several responses, for trying out whether a model can share a prompt."""
-    units = mixture.units(mixture.epoch_permutation(seed, 0, None)[:64])
+    first = next(epoch for epoch in itertools.count() if mixture.epoch_size(epoch))
+    units = mixture.units(mixture.epoch_permutation(seed, first, None)[:64])
     # The longest row of several responses, so that an attention window is exceeded if any row of the run does.
     unit = max(units, key=lambda unit: (len(unit.responses) > 1, unit.cost()))
     if len(unit.responses) == 1 and len(units) > 1:

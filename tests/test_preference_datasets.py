@@ -4,6 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,25 @@ def test_html_nested_without_end_is_a_value_error_or_text():
         assert "deep" in html_to_text("<div>" * 5000 + "deep")
     except ValueError as error:
         assert "nested" in str(error)
+
+
+@pytest.mark.parametrize(
+    "piece", ["<a ", "<a/", "<a a=", '<a a="', "<!--", "<!-- >", "<![CDATA[ >", "<?", "</a ", "<!x"]
+)
+def test_html_that_never_closes_takes_no_time(piece):
+    from data.html_text import html_to_text
+
+    start = time.process_time()
+    text = html_to_text("<p>before</p>" + piece * (100_000 // len(piece)))
+    assert time.process_time() - start < 3 and text.startswith("before")
+    few = html_to_text("<p>before</p>" + piece * 20)  # as html.parser takes it
+    assert len(few) < len(text) and text.startswith(few.rstrip("<").rstrip())
+
+
+def test_html_with_a_nameless_section_is_text():
+    from data.html_text import html_to_text
+
+    assert html_to_text("<p>a</p> <![ b") == "a\n\n<![ b"
 
 
 def test_worker_processes_give_what_one_process_gives(tmp_path):

@@ -125,6 +125,49 @@ def test_half_weight_takes_the_other_half_next_epoch():
     assert sorted([*mixture.epoch_permutation(0, 0), *mixture.epoch_permutation(0, 1)]) == list(range(10))
 
 
+@pytest.mark.parametrize("weights", [[0.01, 1], [0.013, 0.5], [0.26, 1.7], [0.01, 0.01]])
+def test_a_mixture_draws_as_often_as_its_weights_say(weights):
+    """Also where an epoch's share is no whole number, even one below a half."""
+    sets = [pairs_data(8, 1), pairs_data(20, 2)]
+    mixture = DatasetMixture(sets, weights)
+    epochs, seen = 200, np.zeros(sum(len(each.examples) for each in sets), int)
+    for epoch in range(epochs):
+        order = mixture.epoch_permutation(3, epoch)
+        assert len(order) == mixture.epoch_size(epoch)
+        np.add.at(seen, order, 1)
+    parts = np.split(seen, [len(sets[0].examples)])
+    for part, weight, each in zip(parts, weights, sets, strict=True):
+        assert abs(part.sum() - epochs * weight * len(each.examples)) <= 0.5
+        assert part.max() - part.min() <= 1  # and each example as often as the others
+    assert not mixture.never_drawn(epochs) and mixture.examples_before(epochs) == seen.sum()
+
+
+def test_a_weight_that_draws_nothing_in_a_run_is_known():
+    mixture = DatasetMixture([pairs_data(8, 1), pairs_data(20, 2)], [0.001, 1])
+    assert mixture.never_drawn(1) == [0] and not mixture.never_drawn(1000)
+
+
+@pytest.mark.parametrize("n_epochs, n_examples", [(7, None), (None, 100), (9, 40), (2000, 41)])
+@pytest.mark.parametrize("weights", [[0.26, 0.05], [1, 0.37], [2, 1]])
+def test_steps_of_epochs_of_unequal_size_are_numbered_right(weights, n_epochs, n_examples):
+    mixture = DatasetMixture([pairs_data(5, 1), pairs_data(4, 2)], weights)
+    steps = sampler_of(mixture, 3, n_epochs=n_epochs, n_examples=n_examples)
+    expected, left = [], steps.n_examples
+    assert left == min(n_examples or 10**9, mixture.examples_before(n_epochs or 10**9))
+    for epoch in range(mixture.epochs(n_epochs, n_examples)):
+        order = mixture.epoch_permutation(steps.seed, epoch, steps.shuffle)[:left]
+        expected += [(epoch, order[start : start + 3].tolist()) for start in range(0, len(order), 3)]
+        left -= len(order)
+    assert steps.n_steps == len(expected) and left == 0
+    before = 0
+    for number, (epoch, indices) in enumerate(expected):
+        assert steps.examples_before(number) == before
+        assert steps.example_indices(number).tolist() == indices
+        assert steps.step(number).epoch == epoch
+        before += len(indices)
+    assert steps.examples_before(steps.n_steps) == steps.n_examples == before
+
+
 # ---- Steps
 
 

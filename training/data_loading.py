@@ -19,6 +19,8 @@ from parallel.placement import Placement
 from settings import Settings
 from utils import World, check_same
 
+EVALUATION_SEED = 0
+
 
 def load_datasets(
     config: Settings, tokenizer, kind: str, world: World, wait_for_all: Callable[[], None], reporter
@@ -51,7 +53,20 @@ def load_datasets(
             reporter.counts(dataset.name, split, dataset.counts)
             for text in dataset.notices:
                 reporter.notice(text)
+    check_weights(config, datasets["train"])
     return datasets
+
+
+def check_weights(config: Settings, datasets: list) -> None:
+    """Refuse a weight so small that none of a data set's examples would be drawn."""
+    mixture = training_mixture(config, datasets)
+    epochs = mixture.epochs(config.n_epochs, config.n_examples)
+    for index in mixture.never_drawn(epochs):
+        name, count, weight = datasets[index].name, len(datasets[index].examples), mixture.weights[index]
+        raise ValueError(
+            f"data.weights: {weight:g} of the {count:,} examples of {name} is less than one in the run's {epochs} "
+            f"epochs, so that none would be drawn. Give it {1 / count:.2g} or more, or leave {name} out of datasets."
+        )
 
 
 def training_mixture(config: Settings, datasets: list) -> DatasetMixture:
@@ -112,8 +127,14 @@ def make_steps(
     )
     evaluation = None
     if held_out.epoch_size():
+        # One seed for all runs: n_eval_examples takes the same rows whatever the run's seed, so that runs compare.
         evaluation = BatchSampler(
-            held_out, config.eval_batch_size, shuffle="pairs", n_epochs=1, n_examples=config.n_eval_examples, **layout
+            held_out,
+            config.eval_batch_size,
+            shuffle="pairs",
+            n_epochs=1,
+            n_examples=config.n_eval_examples,
+            **(layout | {"seed": EVALUATION_SEED}),
         )
     token = np.array([tokenizer.eos_token_id], dtype=np.int32)
     idle_batch = make_batch([PromptUnit(0, 0, token, [token], [0], [ONE_RESPONSE[kind]])])
