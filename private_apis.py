@@ -172,26 +172,45 @@ def _no_plan(name: str) -> str:
 def fill_computed_buffers(model) -> None:
     """Compute in place the buffers that no weights file holds (rotary frequencies, say) of a model built on meta.
 
-    transformers computes them in `_init_weights(module)`, which also draws weights: those are overwritten when the
-    model's own are read. No public function does this for one module. Buffers that it leaves alone, all of them where
-    it is missing, are copied from a second model that is built in memory for the purpose.
+    transformers computes them in `_init_weights(module)`, which also draws weights. So that no weight is touched,
+    sharded or not, it runs on a second model whose parameters stay on meta. No public function does this. Buffers that
+    it leaves alone, all of them where it is missing or fails, are copied from a third model that is built in memory.
     """
     import torch
 
     stored = model.state_dict().keys()
     computed = {name: buffer for name, buffer in model.named_buffers() if name not in stored and buffer.numel()}
-    with torch.no_grad():
-        for buffer in computed.values():
-            _bytes_of(buffer).fill_(_UNTOUCHED)
-        if hasattr(model, "_init_weights"):
-            for owner in dict.fromkeys(name.rpartition(".")[0] for name in computed):
-                model._init_weights(model.get_submodule(owner))
-        missing = [name for name, buffer in computed.items() if bool((_bytes_of(buffer) == _UNTOUCHED).all())]
-        if missing:
-            with torch.random.fork_rng(devices=[]):
-                fresh = dict(_unsharded_class(model)(model.config).named_buffers())
-            for name in missing:
-                computed[name].copy_(fresh[name])
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        twin = _unsharded_class(model)
+        found = _buffers_of_initialization(twin, model.config, computed)
+        if len(found) < len(computed):
+            found = {**dict(twin(model.config).named_buffers()), **found}
+        for name, buffer in computed.items():
+            buffer.copy_(found[name])
+
+
+def _buffers_of_initialization(kind: type, config, names) -> dict:
+    """Buffers as `_init_weights` computes them, for those that it does."""
+    import torch
+
+    with torch.device("meta"):
+        model = kind(config)
+    if not hasattr(model, "_init_weights"):
+        return {}
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        buffer = model.get_buffer(name)
+        empty = torch.empty_like(buffer, device="cpu")
+        _bytes_of(empty).fill_(_UNTOUCHED)
+        setattr(model.get_submodule(owner), leaf, empty)
+    try:
+        # All modules: FalconH1 computes buffers of its layers where it initializes the whole.
+        for module in model.modules():
+            model._init_weights(module)
+    except Exception:  # written for tensors with numbers
+        return {}
+    buffers = dict(model.named_buffers())
+    return {name: buffers[name] for name in names if not bool((_bytes_of(buffers[name]) == _UNTOUCHED).all())}
 
 
 _UNTOUCHED = 0xA5  # a byte that, repeated, is no frequency, no position and no True or False

@@ -4,6 +4,7 @@ This file composes the settings, checks them, makes the run's folder, and starts
 nothing heavy at the top, so that a mistake on the command line is reported within a second or two.
 """
 
+import importlib
 import os
 import re
 import sys
@@ -89,10 +90,21 @@ def run(config: Settings, fresh_process: bool = False) -> float | None:
         return launch.launch(train_in_new_folder, config)  # the ranks must agree first, and rank 0 makes the folder
     run_dir = run_folder.make(config)
     try:
-        return launch.launch(train, config, run_dir, fresh=fresh_process)
+        return launch.launch(importable(train), config, run_dir, fresh=fresh_process)
     except BaseException:
         run_folder.discard_unused(run_dir)
         raise
+
+
+def importable(function):
+    """A function of this file that new processes can find by its name.
+
+    In a launcher's job (submitit) main() may have come as code, without a module to import, and `__main__` is then the
+    launcher's own.
+    """
+    if getattr(sys.modules.get(function.__module__), function.__name__, None) is function:
+        return function
+    return getattr(importlib.import_module("train"), function.__name__)
 
 
 def train(config: Settings, run_dir: str, world: utils.World) -> float | None:

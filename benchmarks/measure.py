@@ -174,7 +174,7 @@ def textbook(job: dict) -> dict:
         start = clock(torch)
         for number in range(trainer.sampler.n_steps):
             units = trainer.sampler.mixture.units(trainer.sampler.example_indices(number))
-            batch = batching.pad(units, trainer.tokenizer.pad_token_id).to(device)
+            batch = batching.pad(units, trainer.tokenizer.eos_token_id).to(device)
             found = logps(policy, batch)
             chosen, rejected = batch.pairs.T
             if sft:

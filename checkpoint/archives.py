@@ -1,7 +1,7 @@
 """Reading weights from files: policy.pt, Hugging Face folders, step folders and run folders, ours and other people's.
 
     read_state_dict(path)            -> {name: tensor} from any of them, nothing in the file being able to run code
-    load_archive_into(model, path)   -> the same, fitted to an unsharded model (names.check_keys) and copied into it
+    read_fitting(model, path)        -> the same, with exactly the names of a model (names.check_keys)
     locate(path)                     -> (kind, path) if a caller would rather read it by itself; kind is one of
                                         'torch' (a .pt or .bin file), 'safetensors' (a file), 'hf', 'state' (folders)
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpoint import step_folders
-from checkpoint.names import check_keys, clean_name, listing
+from checkpoint.names import check_keys, clean_names, listing
 
 # Saving without a process group is what a run on one device does: nothing to warn of.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -130,7 +130,7 @@ def _torch_load(path):
 
 
 def _unwrap(content, path):
-    for key in ("state", "state_dict", "model_state_dict"):
+    for key in ("state", "state_dict", "model_state_dict", "module", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not content:
@@ -138,7 +138,7 @@ def _unwrap(content, path):
     strangers = [str(key) for key, value in content.items() if not isinstance(value, torch.Tensor)]
     if strangers:
         raise ValueError(f"{path} holds no plain state dict: not tensors: {listing(strangers)}")
-    return {clean_name(key): value for key, value in content.items()}
+    return clean_names(content)
 
 
 def _read_safetensors(path):
@@ -146,29 +146,35 @@ def _read_safetensors(path):
     from safetensors.torch import load_file
 
     try:
-        return load_file(path)
+        return clean_names(load_file(path))
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{path} is truncated or no safetensors file ({error})") from None
 
 
-def _read_hf(folder):
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights of a Hugging Face folder, in the order of preference of transformers.
+
+    Raises ValueError for an index that cannot be read, leads out of its folder or names files that are not there.
+    """
     name = next(name for name in HF_WEIGHTS if (folder / name).exists())
     if not name.endswith(".json"):
-        files = [folder / name]
-    else:
-        try:
-            shards = sorted(set(json.loads((folder / name).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError, OSError):
-            raise ValueError(f"{folder / name} is no readable index of weights") from None
-        # an index names files of its own folder; anything else would be a way out of it
-        if any(not isinstance(shard, str) or shard != os.path.basename(shard) for shard in shards):
-            raise ValueError(f"{folder / name} names files outside its folder")
-        files = [folder / shard for shard in shards]
-        missing = [file.name for file in files if not file.exists()]
-        if missing:
-            raise ValueError(f"{folder} lacks {listing(missing)}, which {name} names: copy it again")
+        return [folder / name]
+    try:
+        shards = sorted(set(json.loads((folder / name).read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError, OSError):
+        raise ValueError(f"{folder / name} is no readable index of weights") from None
+    # an index names files of its own folder; anything else would be a way out of it
+    if any(not isinstance(shard, str) or shard != os.path.basename(shard) for shard in shards):
+        raise ValueError(f"{folder / name} names files outside its folder")
+    missing = [shard for shard in shards if not (folder / shard).exists()]
+    if missing:
+        raise ValueError(f"{folder} lacks {listing(missing)}, which {name} names: copy it again")
+    return [folder / shard for shard in shards]
+
+
+def _read_hf(folder):
     state = {}
-    for file in files:
+    for file in weight_files(folder):
         state.update(_read_safetensors(file) if file.suffix == ".safetensors" else _unwrap(_torch_load(file), file))
     return state
 
@@ -228,24 +234,9 @@ def _read_distributed(folder):
     return state
 
 
-# ---- into a model ---------------------------------------------------------------------------------------------------
+def read_fitting(model, path, verify=True):
+    """An archive's weights under exactly the names of a model's state dict; the model may be on the meta device.
 
-
-def load_archive_into(model, path, verify=True):
-    """Copies an archive's weights into an unsharded model, casting to its dtypes. Returns the number of tensors.
-
-    Raises ValueError (see read_state_dict and check_keys), the model then being unchanged.
+    Raises ValueError (see read_state_dict and check_keys).
     """
-    kind, found = locate(path, verify)
-    state = read_state_dict(found, verify=False)
-    try:
-        state = check_keys(model, state, path)
-    except ValueError:
-        if kind != "hf" or not hasattr(model, "from_pretrained"):
-            raise
-        # transformers may have stored this architecture under other names or in other pieces; it knows the way back
-        theirs = type(model).from_pretrained(found, dtype="auto")
-        state = check_keys(model, theirs.state_dict(), path)
-    own = {clean_name(name): name for name in model.state_dict()}
-    model.load_state_dict({own[name]: tensor for name, tensor in state.items()}, strict=True)
-    return len(state)
+    return check_keys(model, read_state_dict(path, verify), path)

@@ -12,6 +12,8 @@ HARMLESS = re.compile(
     r"|(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)(embeddings|transformer|model)\.position_ids$"
 )
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+# What DistributedDataParallel, DeepSpeed and Lightning put before every name.
+OUTER_WRAPPERS = ("module.", "_forward_module.")
 OTHER_NAMES = (("embed_out.", "lm_head."),)  # GPT-NeoX: in files, and in memory
 
 
@@ -20,6 +22,14 @@ def clean_name(name):
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def clean_names(state):
+    """A state dict under its model's own names, whatever wrappers it was saved through."""
+    state = {clean_name(str(name)): value for name, value in state.items()}
+    while outer := next((w for w in OUTER_WRAPPERS if state and all(name.startswith(w) for name in state)), None):
+        state = {name.removeprefix(outer): value for name, value in state.items()}
+    return state
 
 
 def named_tensors(model):
@@ -77,3 +87,72 @@ def check_keys(model, state, source="the archive"):
             + ". Give the model (model.name_or_path) that it was trained from"
         )
     return fitted
+
+
+# Heads that other tasks put on a language model, by the first part of their name.
+OTHER_HEADS = ("score", "classifier", "classification_head", "qa_outputs", "regression_head")
+
+
+def misfits(model, names) -> list[str]:
+    """Those of stored tensors without a place in the model whose absence from it changes what it computes.
+
+    These are: parts of modules that the model has (a bias that its configuration leaves out, a scale of quantised
+    weights), layers beyond the configured number, and heads of other tasks. Buffers that are computed today, layers for
+    predicting further tokens, and whole parts of another kind (a vision tower, a value head) are not.
+    """
+    modules = dict(model.named_modules())
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    ahead = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
+
+    def is_misfit(name):
+        if HARMLESS.search(name):
+            return False
+        if name.partition(".")[0] in OTHER_HEADS:
+            return True
+        for full in (name, prefix + name):
+            if modules.get(full.rpartition(".")[0]) is not None and "." in full:
+                return True
+            numbered = re.match(r"(.+?)\.(\d+)\.", full)
+            layers = modules.get(numbered[1]) if numbered else None
+            if isinstance(layers, torch.nn.ModuleList) and int(numbered[2]) >= len(layers) + ahead:
+                return True
+        return False
+
+    return sorted(name for name in names if is_misfit(name))
+
+
+def refuse_misfit(model, report, source):
+    """Refuse weights that are not those of the model that a configuration describes.
+
+    `report`: what from_pretrained gives with output_loading_info: missing_keys, unexpected_keys, and mismatched_keys as
+    (name, shape in the file, shape in the model). Returns the names of stored tensors that are rightly left unread.
+    Raises ValueError that names the missing, the extra and the misshapen tensors.
+    """
+    missing = sorted(report["missing_keys"])
+    extra = misfits(model, report["unexpected_keys"])
+    misshapen = [
+        f"{name} {tuple(stored)} where the model has {tuple(wanted)}"
+        for name, stored, wanted in sorted(report["mismatched_keys"], key=str)
+    ]
+    errors = [str(error) for error in report.get("error_msgs", ())]
+    parts = [
+        f"{what} ({len(keys)}): {listing(keys, 8)}"
+        for what, keys in (("missing", missing), ("extra", extra), ("misshapen", misshapen), ("errors", errors))
+        if keys
+    ]
+    if not parts:
+        return sorted(name for name in set(report["unexpected_keys"]) if not HARMLESS.search(name))
+    described = ", ".join(getattr(model.config, "architectures", None) or [type(model).__name__])
+    raise ValueError(
+        f"{source} does not hold the weights of the causal language model that its config.json describes ({described}, "
+        f"{getattr(model.config.get_text_config(), 'num_hidden_layers', '?')} layers). {'; '.join(parts)}. "
+        "Give the complete model, with the config.json that belongs to its weights"
+    )
+
+
+def untied(source) -> ValueError:
+    """The error for stored weights that differ although the configuration ties them."""
+    return ValueError(
+        f"{source}: config.json ties input and output embeddings (tie_word_embeddings: true), but the files hold two "
+        "that differ. Set tie_word_embeddings to false in that config.json if both are meant, or remove the wrong one"
+    )

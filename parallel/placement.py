@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from checkpoint.names import listing
 from modeling.sharded import reshard_after_eval
 from parallel.build import build_model
 from parallel.gradients import clip_gradients, group_by_mesh
@@ -88,6 +89,9 @@ class Placement:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         name = type(model).__name__.removeprefix("FSDP")  # which sharding puts before the class's name
         lines = [f"{name}: {count / 1e6:,.1f} M parameters, {dtype}, on {self.device}"]
+        unread = getattr(model, "left_unread", [])
+        if unread:
+            lines.append(f"Stored tensors that have no part in this model are left unread: {listing(unread, 8)}.")
         if self.sharded:
             here, whole = count_held(model)
             parts = gather_objects(here, self.world)

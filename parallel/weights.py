@@ -2,81 +2,77 @@
 
 from __future__ import annotations
 
-import json
-import os
-
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 import private_apis
-from checkpoint.archives import read_state_dict
+from checkpoint.archives import InertReader, read_fitting
 from checkpoint.names import check_keys, named_tensors
 from modeling import loading
+from modeling.stored_weights import find_in_files, safetensors_of
+from parallel.patience import on_all, on_main, patient_group
 from settings import Settings
-from utils import World, run_on_main
+from utils import World
 
 
 def load_weights(model, config: Settings, tokenizer, dtype: torch.dtype, world: World) -> None:
-    """Fill a sharded model: from safetensors each rank reads its own slices; anything else through rank 0, one tensor
-    at a time.
+    """Fill a sharded model: each rank reads its own part where the files allow it (safetensors, policy.pt, a sharded
+    state); anything else goes through rank 0, one tensor at a time.
+
+    Of an archive and the model that it was trained from, only the archive's weights are read. Ranks wait for each other
+    for as long as it takes, whatever the time limit of training's collectives.
+    Raises:
+        ValueError: on all ranks alike, if weights cannot be found or do not fit.
     """
-    source = loading.source_of(config)
-    found = None if config.model.archive or source is None else _safetensors(source)
-    places = found and _find_in_files(model, found)
-    if places:
-        for names, tensor in named_tensors(model):
-            file, key = places[names[0]]
-            _copy_part(tensor, file.get_slice(key))
-        model.loaded_from = "each rank read its own part of the safetensors files"
-        return
-    _broadcast_weights(model, config, tokenizer, dtype, world)
-    model.loaded_from = "rank 0 read the weights and sent each rank its part"
-
-
-def _safetensors(source: str) -> dict | None:
-    """Tensor name -> (open file, name) of a folder or cached Hub model; None if it is not stored as safetensors."""
-    from safetensors import safe_open
-    from transformers.utils import cached_file
-
-    def locate(name):
-        try:
-            return cached_file(source, name)
-        except OSError:  # the model has no such file, or it is out of reach
-            return None
-
-    try:
-        index = locate("model.safetensors.index.json")
-        if index:
-            with open(index) as file:
-                files = sorted(set(json.load(file)["weight_map"].values()))
+    with patient_group(world) as group:
+        archive = loading.archive_of(config)
+        folder = loading.weights_folder(config)
+        files = safetensors_of(folder) if folder else None
+        found = find_in_files(model, files) if files else None
+        if found:
+            places, model.left_unread = found
+            on_all(lambda: _read_slices(model, places), world, group)
+            how = "each rank read its own part of the safetensors files"
+        elif archive and archive[0] == "state":
+            on_all(lambda: _read_sharded_state(model, archive[1], config.model.archive, group), world, group)
+            how = "each rank read its own part of the archive's sharded state"
+        elif archive and archive[0] != "hf":
+            on_all(lambda: _read_mapped(model, config.model.archive), world, group)
+            how = "each rank read its own part of the archive"
         else:
-            files = ["model.safetensors"]
-        paths = [locate(name) for name in files]
-    except (OSError, ValueError):
-        return None
-    if not all(paths):
-        return None
-    opened = [safe_open(path, framework="pt") for path in paths]
-    return {key: (file, key) for file in opened for key in file.keys()}
+            _send_from_main(model, config, tokenizer, dtype, world, group)
+            how = "rank 0 read the weights and sent each rank its part"
+    model.loaded_from = how
 
 
-# Names on disk that differ from names in memory, beyond a missing or extra base-model prefix.
-DISK_NAMES = {"lm_head.weight": "embed_out.weight"}  # GPT-NeoX
-
-
-def _find_in_files(model, found: dict) -> dict | None:
-    """In-memory name -> where it is on disk; None if the files are laid out otherwise (fused experts, say)."""
-    prefix = model.base_model_prefix + "."
-    places = {}
+def _read_slices(model, places: dict) -> None:
     for names, tensor in named_tensors(model):
-        candidates = [
-            c for name in names for c in (name, DISK_NAMES.get(name), name.removeprefix(prefix), prefix + name)
-        ]
-        key = next((c for c in candidates if c in found), None)
-        if key is None or list(found[key][0].get_slice(key).get_shape()) != list(tensor.shape):
-            return None
-        places[names[0]] = found[key]
-    return places
+        file, key = places[names[0]]
+        _copy_part(tensor, file.get_slice(key))
+
+
+def _read_mapped(model, archive: str) -> None:
+    state = read_fitting(model, archive, verify=False)  # mapped: what is not copied is not read
+    for names, tensor in named_tensors(model):
+        _copy_part(tensor, state[names[0]])
+
+
+def _read_sharded_state(model, folder: str, archive: str, group) -> None:
+    reader = InertReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    shapes = {
+        key.removeprefix("model."): torch.empty(meta.size, device="meta")
+        for key, meta in stored.items()
+        if key.startswith("model.")
+    }
+    check_keys(model, shapes, archive)
+    wanted = {
+        next(f"model.{name}" for name in names if f"model.{name}" in stored): tensor.detach()
+        for names, tensor in named_tensors(model)
+    }
+    dcp.load(wanted, storage_reader=reader, process_group=group, no_dist=group is None)
 
 
 @torch.no_grad()
@@ -92,22 +88,9 @@ def _copy_part(tensor: torch.Tensor, whole) -> None:
         local.copy_(whole[tuple(slice(start, start + n) for start, n in zip(offset, shape))])
 
 
-def _broadcast_weights(model, config: Settings, tokenizer, dtype: torch.dtype, world: World) -> None:
-    import torch.distributed as dist
-
+def _send_from_main(model, config: Settings, tokenizer, dtype: torch.dtype, world: World, group) -> None:
     state = {}
-
-    def read() -> None:
-        try:
-            if config.model.archive and os.path.isfile(config.model.archive):
-                # Memory-mapped: not even rank 0 holds it whole.
-                state.update(check_keys(model, read_state_dict(config.model.archive), config.model.archive))
-            else:
-                state.update(loading.load_model(config, tokenizer, dtype, "cpu").state_dict())
-        except (ValueError, OSError) as error:
-            raise ValueError(str(error)) from error
-
-    run_on_main(read, world)
+    on_main(lambda: state.update(_whole_state(model, config, tokenizer, dtype)), world, group)
     for names, tensor in named_tensors(model):
         # The backend of the mesh moves it: its own device, whatever the parameter's storage.
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
@@ -115,6 +98,12 @@ def _broadcast_weights(model, config: Settings, tokenizer, dtype: torch.dtype, w
             buffer.copy_(next(state[name] for name in names if name in state))
         dist.broadcast(buffer, src=0)
         _copy_part(tensor, buffer)
+
+
+def _whole_state(model, config: Settings, tokenizer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    whole = loading.load_model(config, tokenizer, dtype, "cpu")
+    model.left_unread = whole.left_unread
+    return whole.state_dict()
 
 
 def count_held(model) -> tuple[int, int]:

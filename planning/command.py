@@ -9,6 +9,7 @@ What is assumed rather than counted is named below the table.
 from __future__ import annotations
 
 from modeling import loading
+from modeling.model_check import check_model
 from planning.advice import advise
 from planning.data_figures import data_figures, whole_run
 from planning.estimate import estimate
@@ -20,9 +21,10 @@ def make_plan(config: Settings) -> Plan:
     """The plan of a run, data included where it is at hand, with advice where it does not fit.
 
     Raises:
-        ValueError: model configuration or tokenizer cannot be found.
+        ValueError: model configuration or tokenizer cannot be found, or do not fit each other or max_length.
     """
     tokenizer = loading.load_tokenizer(config)
+    check_model(config, tokenizer, weights=False)
     model_config = loading.model_config(config, tokenizer)
     figures, why = None, ""
     try:

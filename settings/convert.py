@@ -1,6 +1,7 @@
 """Settings between their forms: the config that Hydra composes, plain nested dicts, flat {"a.b": value}, Settings."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
@@ -12,13 +13,35 @@ from settings.config_files import defaults, options
 from settings.schema import SCHEMA, Settings
 
 
+class NeededSetting(ValueError):
+    """A config file leaves a setting to the user."""
+
+
+def needed(what: str) -> None:
+    """The resolver of ${needed:"..."}, for a value that a config file asks of the user.
+
+    Hydra's ??? cannot say it where the key has a default: laid over a value, even null, it changes nothing.
+    """
+    raise NeededSetting(what)
+
+
+OmegaConf.register_new_resolver("needed", needed, replace=True)
+
+
 def resolve(config: DictConfig) -> dict:
     """The composed config as plain nested containers, interpolations worked out.
 
     Raises:
         ValueError: a value that must be given is missing, or an interpolation leads nowhere.
     """
-    missing = sorted(OmegaConf.missing_keys(config))
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        values = cast(dict, OmegaConf.to_container(config, resolve=True))
+    except Exception as error:  # omegaconf has a dozen classes for a bad ${...}; each message names the key
+        asked = re.search(rf"{NeededSetting.__name__} raised.*?: (.*)\s+full_key: (\S+)", str(error))
+        if asked:
+            raise ValueError(f"{asked[2]} is missing: give {asked[2]}={asked[1]}") from None
+        raise ValueError(f"a setting cannot be worked out: {' '.join(str(error).split())}") from error
     if "model.name_or_path" in missing:
         raise ValueError(
             "model.name_or_path is missing: give a Hub name or a local folder, as in model=blank_model "
@@ -26,10 +49,7 @@ def resolve(config: DictConfig) -> dict:
         )
     if missing:
         raise ValueError(f"{missing[0]} is missing: this run needs a value for it ({missing[0]}=...)")
-    try:
-        return cast(dict, OmegaConf.to_container(config, resolve=True))
-    except Exception as error:  # omegaconf has a dozen classes for a bad ${...}; each message names the key
-        raise ValueError(f"a setting cannot be worked out: {' '.join(str(error).split())}") from error
+    return values
 
 
 def recorded_form(config: DictConfig) -> dict:

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from checkpoint import archives
-from checkpoint.archives import load_archive_into, locate, read_state_dict
+from checkpoint.archives import locate, read_fitting, read_state_dict
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.hf_folder import write_hf_folder
 from checkpoint.names import check_keys
+from data.text_encoding import TextEncoder
 from modeling.export import export
 from modeling.loading import byte_tokenizer
 from utils import World
@@ -61,6 +63,8 @@ def sources(model, folder):
     torch.save({"step_idx": 19968, "state": state, "metrics": {"loss/eval": 0.6}}, folder / "theirs.pt")
     torch.save(state, folder / "bare.pt")
     torch.save(state, folder / "old.bin", _use_new_zipfile_serialization=False)
+    torch.save({"module": {"module." + name: tensor for name, tensor in state.items()}}, folder / "parallel.pt")
+    save_file({"module." + name: value.clone() for name, value in state.items()}, folder / "parallel.safetensors")
     torch.save({"state_dict": {"_orig_mod." + name: tensor for name, tensor in state.items()}}, folder / "compiled.pt")
     model.save_pretrained(folder / "hf")
     model.save_pretrained(folder / "hf_sharded", max_shard_size="8KB")
@@ -75,6 +79,8 @@ def sources(model, folder):
         "bare": folder / "bare.pt",
         "before torch 1.6": folder / "old.bin",
         "compiled": folder / "compiled.pt",
+        "DistributedDataParallel": folder / "parallel.pt",
+        "DistributedDataParallel, safetensors": folder / "parallel.safetensors",
         "hf": folder / "hf",
         "hf sharded": folder / "hf_sharded",
         "hf bin": folder / "hf_bin",
@@ -92,7 +98,7 @@ def test_every_kind_of_archive_loads(tmp_path, family):
     for kind, path in sources(model, tmp_path).items():
         other = tiny(family, seed=1)
         assert not equal(model, other)
-        load_archive_into(other, path)
+        other.load_state_dict(read_fitting(other, path))
         assert equal(model, other), kind
 
 
@@ -206,7 +212,7 @@ def test_keys_that_do_not_fit_are_listed(tmp_path):
     state["gpt_neox.layers.0.more"] = torch.zeros(1)
     torch.save({"state": state}, tmp_path / "policy.pt")
     with pytest.raises(ValueError) as refused:
-        load_archive_into(model, tmp_path / "policy.pt")
+        read_fitting(model, tmp_path / "policy.pt")
     text = str(refused.value)
     assert "missing (1): gpt_neox.final_layer_norm.bias" in text and "extra (1): gpt_neox.layers.0.more" in text
     assert "gpt_neox.embed_in.weight (260, 16) where the model has (259, 16)" in text
@@ -310,6 +316,28 @@ def test_export(tmp_path, family):
         with pytest.raises(ValueError, match=reason):
             export(*arguments)
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_the_tokenizer_is_exported_as_it_came(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = None
+    tiny().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    torch.save({"state": tiny(seed=1).state_dict()}, tmp_path / "policy.pt")
+    exported = export(tmp_path / "policy.pt", tmp_path / "out", base=str(tmp_path / "base"))
+    assert AutoTokenizer.from_pretrained(exported).pad_token is None
+    with_padding = AutoTokenizer.from_pretrained(exported)
+    with_padding.pad_token = with_padding.eos_token  # caches made by earlier versions are found again
+    assert TextEncoder(AutoTokenizer.from_pretrained(exported)).digest() == TextEncoder(with_padding).digest()
+
+
+def test_an_incomplete_folder_is_not_exported(tmp_path):
+    tiny(tie_word_embeddings=False).model.save_pretrained(tmp_path / "headless")
+    byte_tokenizer().save_pretrained(tmp_path / "headless")
+    with pytest.raises(ValueError, match=r"missing \(1\): lm_head.weight"):
+        export(tmp_path / "headless", tmp_path / "out")
 
 
 def test_the_export_script(tmp_path):

@@ -1,7 +1,9 @@
 """The command line from outside, and the launcher with real processes over gloo."""
 
 import os
+import pickle
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -146,6 +148,15 @@ def test_main_returns_the_metric(monkeypatch, tmp_path):
     config = compose_config("model=tiny", f"local_dirs=[{tmp_path}]")
     assert train.main.__wrapped__(config) == 0.25
     assert OmegaConf.load(os.path.join(seen[0], "config.yaml")).exp_name == "tiny_sft_hh"
+
+
+def test_main_can_start_processes_from_a_launcher_that_was_sent_its_code(monkeypatch, tmp_path):
+    """As submitit does: main() runs in a process whose __main__ is another program."""
+    sent = []
+    monkeypatch.setattr(train.launch, "launch", lambda function, *arguments, **more: sent.append(function))
+    elsewhere = runpy.run_path(str(ROOT / "train.py"), run_name="no module of this name")
+    elsewhere["main"].__wrapped__(compose_config("model=tiny", f"local_dirs=[{tmp_path}]"))
+    assert pickle.loads(pickle.dumps(sent[0])) is train.train
 
 
 # ---- The launcher ---------------------------------------------------------------------------------------------------

@@ -125,6 +125,35 @@ def test_experiments(name, monkeypatch, tmp_path):
     assert other.lr == 3e-6, "the command line wins over the experiment"
 
 
+def test_an_experiment_that_starts_from_an_archive_asks_for_it():
+    with pytest.raises(ValueError) as error:
+        settings.validate(compose_config("experiment=hh_pythia28_dpo"))
+    assert "model.archive is missing: give model.archive=RUN_FOLDER" in str(error.value)
+    assert "experiment=hh_pythia28_sft" in str(error.value)
+
+
+def test_no_config_file_leaves_a_key_to_the_user_that_has_a_default():
+    """??? laid over a value, even null, changes nothing."""
+    for path in sorted((ROOT / "config").rglob("*.yaml")):
+        asked = [key for key, value in settings.flatten(yaml.safe_load(path.read_text())).items() if value == "???"]
+        assert asked == (["name_or_path"] if path.stem == "blank_model" else []), path
+
+
+def test_a_local_copy_that_is_missing_or_of_another_model_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="model.local_copy=/no/such: there is no such"):
+        check_quickly("model=smollm2 model.local_copy=/no/such")
+    check_quickly("model=smollm2")  # its own may be missing: the Hub has it
+    copy = tmp_path / compose_config("model=smollm2").model.local_copy
+    copy.mkdir(parents=True)
+    check_quickly("model=smollm2")
+    with pytest.raises(ValueError, match="model.name_or_path=gpt2 would not be read.*model.local_copy=null"):
+        check_quickly("model=smollm2 model.name_or_path=gpt2")
+    check_quickly("model=smollm2 model.name_or_path=gpt2 model.local_copy=null")
+    with pytest.raises(ValueError, match="model.random_config makes random weights"):
+        check_quickly(f"model=tiny model.local_copy={tmp_path}")
+
+
 def test_pythia_sizes():
     assert check("model=pythia", "model.size=410m").model.name_or_path == "EleutherAI/pythia-410m"
 

@@ -27,7 +27,9 @@ def choose_attention(
 
     def choose() -> tuple[str, bool, str | None]:
         tried = model if exact else loading.sample_of(config, tokenizer, placement.device)
-        return attention.choose_attention(tried, unit, config.model.attention, tokenizer.pad_token_id, placement.device)
+        return attention.choose_attention(
+            tried, unit, config.model.attention, loading.padding_id(tokenizer), placement.device
+        )
 
     kernel, full_forward, why = run_on_main(choose, placement.world)
     if why:

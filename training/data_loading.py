@@ -14,6 +14,7 @@ from data.examples import ONE_RESPONSE
 from data.options import mixture_weights
 from data.sampler import BatchSampler, DatasetMixture
 from data.tokenization import load_tokenized
+from modeling import loading
 from modeling.attention_kernels import is_packed
 from parallel.placement import Placement
 from settings import Settings
@@ -107,7 +108,7 @@ def make_steps(
     if is_packed(kernel):
         make_batch = partial(pack, share_prefix=share_prefix)
     else:
-        make_batch = partial(pad, pad_token_id=tokenizer.pad_token_id)
+        make_batch = partial(pad, pad_token_id=loading.padding_id(tokenizer))
     layout: dict[str, Any] = {
         "make_batch": make_batch,
         "rank": placement.data_rank,

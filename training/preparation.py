@@ -11,8 +11,10 @@ from data.sampler import DatasetMixture, widest_unit
 from losses import find_loss
 from modeling import attention, loading
 from modeling.loading import DTYPES
+from modeling.model_check import ModelLimits, check_model, check_token_ids
 from modeling.reference import Reference
 from parallel import rank_process
+from parallel.patience import on_main, patient_group
 from parallel.placement import make_placement
 from planning.token_budget import free_memory, token_budget
 from report.reporter import Reporter
@@ -29,7 +31,7 @@ from training.run_saver import RunSaver, identity_of
 from training.run_state import TrainState
 from training.signals import SignalWatch
 from training.weight_movement import MovementWatch
-from utils import World, gather_objects, keep_freed_memory, seed_everything
+from utils import World, gather_objects, keep_freed_memory, run_on_main, seed_everything
 
 
 class PreparedRun:
@@ -78,9 +80,12 @@ class PreparedRun:
         point = self.saver.find_point()
         self.heartbeat.at("preparing the data", 0, patient=True)
         self.tokenizer = loading.load_tokenizer(config)
+        limits = self.check_model()
         self.datasets = load_datasets(
             config, self.tokenizer, kind, self.world, self.checkpointer.wait_for_all, self.reporter
         )
+        every = [dataset for split in self.datasets.values() for dataset in split]
+        run_on_main(lambda: check_token_ids(every, limits[0], self.tokenizer), self.world)
         self.heartbeat.at("loading the weights", 0, patient=True)
         self.policy = self.placement.build_model(config, self.tokenizer, DTYPES[config.model.policy_dtype])
         for text in self.placement.describe(self.policy):
@@ -130,6 +135,14 @@ class PreparedRun:
         identity = identity_of(self.datasets, self.objective.reference)
         self.state = self.saver.restore(point, self.policy, self.optimizer, self.sampler, identity)
         self.movement = MovementWatch(self.policy, after=max(0, MovementWatch.UPDATES - self.state.updates))
+
+    def check_model(self) -> list[ModelLimits]:
+        """Refuse a model that cannot be trained or loaded before hours go into its data; on rank 0, what it takes."""
+        self.heartbeat.at("checking the model", 0, patient=True)
+        limits: list[ModelLimits] = []
+        with patient_group(self.world) as group:  # the files may have to be downloaded
+            on_main(lambda: limits.append(check_model(self.config, self.tokenizer)), self.world, group)
+        return limits
 
     def choose_attention(self, unit) -> tuple[str, bool]:
         """(kernel, full_forward): how this model is scored, tried on a prompt with several responses."""
