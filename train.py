@@ -4,6 +4,7 @@ This file composes the settings, checks them, makes the run's folder, and starts
 nothing heavy at the top, so that a mistake on the command line is reported within a second or two.
 """
 
+import contextlib
 import importlib
 import os
 import re
@@ -22,6 +23,7 @@ import settings
 import utils
 from checkpoint import run_folder
 from parallel import failures, launch
+from report import streams
 from settings import Settings, resume
 
 USERS_MISTAKE = 2  # exit code
@@ -56,7 +58,8 @@ def main(composed: DictConfig) -> float | None:
         if composed.resume is not None:
             composed, notes = resume.resumed_config(composed, overrides)
             if notes and is_main_process():
-                print("\n".join(notes))
+                with contextlib.suppress(OSError):  # a pipe that is closed
+                    print("\n".join(notes), flush=True)
         given = settings.named_keys(overrides)
         settings.validate(composed, given=given)
         config = settings.finalize(composed)
@@ -140,6 +143,7 @@ def command_line() -> int:
     """Run main() on sys.argv. Mistakes of the user's become one message on stderr; returns the exit code."""
     global _on_command_line
     _on_command_line = True
+    streams.open_standard_streams()
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra hand its errors to us instead of printing them in its own way
     sys.argv[1:] = arguments_for_hydra(sys.argv[1:])
@@ -147,7 +151,7 @@ def command_line() -> int:
         main()
         return 0
     except KeyboardInterrupt:
-        sys.stderr.write("stopped by Ctrl-C\n")
+        streams.write_error("stopped by Ctrl-C\n")
         return 130
     except (Exception, Ended) as error:
         error = error.args[0] if isinstance(error, Ended) else error
@@ -185,6 +189,8 @@ def report_error(error: Exception, where: str = "", wants_traceback: bool = Fals
     """Write what went wrong to stderr, once for each error, and return the exit code."""
     message = explain(error)
     code = 1 if message is None else USERS_MISTAKE
+    if message is None and failures.is_explained(error):
+        message = str(error)
     if any(error is other for other in _reported):
         return code
     _reported.append(error)
@@ -193,9 +199,8 @@ def report_error(error: Exception, where: str = "", wants_traceback: bool = Fals
     who = where if is_main_process() else f"{where}rank {joined_rank()}: "
     trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
     if message is None or wants_traceback:
-        sys.stderr.write(trace)
-    sys.stderr.write(f"{who}error: {message}\n" if message else f"{who}{error or type(error).__name__}\n")
-    sys.stderr.flush()
+        streams.write_error(trace)
+    streams.write_error(f"{who}error: {message}\n" if message else f"{who}{error or type(error).__name__}\n")
     return code
 
 
@@ -253,4 +258,6 @@ def _composed_without(key: str) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line())
+    code = command_line()
+    streams.flush_streams()
+    sys.exit(code)

@@ -14,7 +14,7 @@ import torch
 from data.batching import MicroBatch
 from data.sampler import Step
 from losses.pairwise import preference_loss  # noqa: F401  (users of the DPO reference implementation import it from here)
-from parallel.failures import is_follower
+from parallel.failures import CollectiveFailure, is_follower
 from settings import Settings
 from training.memory_retry import out_of_memory_message, within_memory
 from training.meter import Meter
@@ -37,7 +37,7 @@ def run(config: Settings, run_dir: str, world: World) -> float | None:
         if world.size == 1 or isinstance(problem, FloatingPointError):  # which all ranks raise together
             trainer.checkpointer.close()  # a save in the background still completes
         if world.size > 1 and is_follower(problem):
-            problem = RuntimeError(
+            problem = CollectiveFailure(
                 f"A collective operation failed; it was waiting for {trainer.heartbeat.missing()}. The cause: {problem}"
             ).with_traceback(problem.__traceback__)
         if isinstance(problem, torch.OutOfMemoryError):  # outside a training step, which repeats itself where it can

@@ -289,9 +289,11 @@ def make_run_dir(exp_name: str, local_dirs) -> str:
 
 def _user() -> str:
     try:
-        return getpass.getuser()
+        name = getpass.getuser()
     except (KeyError, OSError):  # containers run under user ids that have no name
         return f"uid-{os.getuid()}"
+    # It comes from the environment, and may neither lead out of the folder nor be none.
+    return name if os.path.basename(name) == name and name not in (os.curdir, os.pardir) else file_name(name)
 
 
 # ---- Files: whole or not at all --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ A save that fails on any rank is undone on all, with a notice, and the run goes 
 What it holds of model and optimizer: state.py. What the folders look like: step_folders.py.
 """
 
-import re
+import os
 import shlex
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+import utils
 from checkpoint import step_folders
 from checkpoint.state import (
     check_state,
@@ -41,6 +42,7 @@ from checkpoint.state import (
     to_host,
 )
 from checkpoint.step_writer import FORMATS, Save, attempt, reached
+from settings.messages import argument
 from settings.schema import CheckpointSettings
 
 DEFAULT_BEST_METRIC = "loss/eval"
@@ -266,12 +268,8 @@ class Checkpointer:
         return checked.saved["trainer"]
 
 
-def resume_command(run_dir, formats):
-    """What to paste into a shell to go on with a run that writes `formats`."""
-    value = str(run_dir)
-    if not re.fullmatch(r"[\w./@:+-]+", value):  # anything else has a meaning to Hydra
-        value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    words = ["python", "train.py", f"resume={value}"]
-    if "state" not in formats:
-        words.append(f"checkpoint.formats=[{','.join(['state', *formats])}]")
-    return shlex.join(words)
+def resume_command(run_dir):
+    """What to paste into a shell to go on with a run."""
+    script = os.path.join(utils.PROJECT_DIR, "train.py")
+    here = os.path.realpath(os.curdir) == os.path.realpath(utils.PROJECT_DIR)
+    return f"python {'train.py' if here else shlex.quote(script)} {argument('resume', str(run_dir))}"

@@ -9,28 +9,25 @@ from omegaconf import OmegaConf
 import settings
 import utils
 from checkpoint import step_folders
+from settings.resume import CONFIG
 
 # What lies in a run folder before the first step.
-FROM_THE_START = {
-    "config.yaml",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "notices.jsonl",
-    "report.html",
-    ".lock",
-    ".heartbeat",
-}
+FROM_THE_START = {CONFIG, "metrics.jsonl", "samples.jsonl", "notices.jsonl", "report.html", ".lock", ".heartbeat"}
 
 
 def make(config: settings.Settings) -> str:
-    """The folder of this run with its config.yaml: a new one, or that of the run being resumed.
+    """The folder of this run: a new one with its config.yaml, or that of the run being resumed, as it is.
 
     Raises:
         ValueError: it cannot be made or written, or another run has it.
     """
     if config.resume is not None:
-        run_dir = config.resume
-    elif config.local_run_dir is not None:
+        try:
+            step_folders.lock(config.resume).close()  # asked here, because it is soon answered
+        except OSError:
+            pass  # no locks on this file system, which the checkpointer reports
+        return config.resume
+    if config.local_run_dir is not None:
         run_dir = config.local_run_dir
         try:
             os.makedirs(run_dir, exist_ok=True)
@@ -39,27 +36,41 @@ def make(config: settings.Settings) -> str:
     else:
         assert config.exp_name is not None  # finalized settings have one
         run_dir = utils.make_run_dir(config.exp_name, config.local_dirs)
-    run_dir = os.path.abspath(run_dir)
-    recorded: dict[str, Any] = settings.as_dict(config) | {"resume": None}
-    path = os.path.join(run_dir, "config.yaml")
     try:
-        if config.resume is not None:
-            step_folders.lock(run_dir).close()  # the settings of a run that is alive must not change
-            before = OmegaConf.load(path)
-            recorded["local_run_dir"] = before.get("local_run_dir")
-            if before == recorded:
-                return run_dir
-        # Whole or not at all, since a run is resumed by this file; of two runs that start in one folder in the same
-        # instant, it gives the folder to one.
-        content = OmegaConf.to_yaml(OmegaConf.create(recorded)).encode()
-        utils.write_atomically(path, content, replace=config.resume is not None)
+        # Of two runs that start in one folder in the same instant, it gives the folder to one.
+        _write(run_dir, _recorded(config), replace=False)
     except FileExistsError:
         raise ValueError(
             f"{run_dir}: another run has just begun in this folder; name another one with local_run_dir=..."
         ) from None
+    return run_dir
+
+
+def record_changes(config: settings.Settings, run_dir: str) -> None:
+    """Record the settings of a resumed run. Only once it is accepted: one that is refused changes nothing.
+
+    Raises:
+        ValueError: they cannot be written.
+    """
+    before = settings.as_dict(settings.recorded(run_dir))
+    now = _recorded(config) | {"local_run_dir": before["local_run_dir"]}
+    if now != before:
+        _write(run_dir, now, replace=True)
+
+
+def _recorded(config: settings.Settings) -> dict[str, Any]:
+    return settings.as_dict(config) | {"resume": None}
+
+
+def _write(run_dir: str, values: dict[str, Any], replace: bool) -> None:
+    """Write config.yaml: whole or not at all, since a run is resumed by it. FileExistsError unless `replace`."""
+    content = OmegaConf.to_yaml(OmegaConf.create(values)).encode()
+    try:
+        utils.write_atomically(os.path.join(run_dir, CONFIG), content, replace=replace)
+    except FileExistsError:
+        raise
     except OSError as error:
         raise ValueError(f"the run folder {run_dir} cannot be written: {error.strerror}") from error
-    return run_dir
 
 
 def discard_unused(run_dir: str) -> None:

@@ -145,14 +145,43 @@ def complete_steps(run_dir):
 
 
 def read_latest(run_dir):
-    """The step folder that LATEST points to, or None. LATEST is a link or, where there are none, a file of its name."""
+    """The step folder that LATEST points to, or None. LATEST is a link or, where there are none, a file of its name; in
+    a copy of a run for which links were followed, a copy of the step."""
     pointer = Path(run_dir) / LATEST
     try:
-        name = os.readlink(pointer) if pointer.is_symlink() else pointer.read_text().strip()
+        if pointer.is_symlink():
+            name = os.path.basename(os.readlink(pointer))
+        elif pointer.is_dir():
+            manifest = read_manifest(pointer)
+            folder = Path(run_dir) / step_name(manifest["examples"]) if manifest else None
+            return folder if folder is None or folder.is_dir() else pointer
+        else:
+            with open(pointer, "rb") as file:
+                name = os.fsdecode(file.read(256).strip())
     except OSError:
         return None
     folder = Path(run_dir) / name
-    return folder if folder.is_dir() else None
+    return folder if re.fullmatch(r"step-\d+", name) and folder.is_dir() else None
+
+
+def _replace_copied_latest(run_dir):
+    """Where LATEST is a folder: keep it as the step that it is a copy of if that is not there, else remove it.
+
+    Raises ValueError for a folder that is no complete step.
+    """
+    copied = Path(run_dir) / LATEST
+    if copied.is_symlink() or not copied.is_dir():
+        return
+    manifest = read_manifest(copied)
+    if manifest is None:
+        raise ValueError(f"{copied} is a folder, where a run has a link to its newest step: move it away, or remove it")
+    step = Path(run_dir) / step_name(manifest["examples"])
+    if read_manifest(step) is not None:
+        remove_folder(copied)
+        return
+    if step.exists():
+        remove_folder(step)
+    os.rename(copied, step)
 
 
 def point_latest(run_dir, folder):
@@ -215,6 +244,7 @@ def recover(run_dir):
     complete step: a kill between the two renames of a run's last save leaves nobody else to move it.
     """
     touched = []
+    _replace_copied_latest(run_dir)
     for path in sorted(Path(run_dir).iterdir()):
         if re.fullmatch(r"(step-\d+|LATEST|config\.yaml|report\.html)(\..+)?\.tmp", path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

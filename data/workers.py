@@ -7,10 +7,13 @@ Python 3.14), so that memory would grow with the data, and because `Pool` waits 
 import multiprocessing
 import os
 import pickle
+import signal
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
+
+from utils import die_with_parent
 
 SERIAL_ITEMS = 16  # done in this process first: starting workers costs seconds, which small inputs never win back
 
@@ -44,7 +47,7 @@ def ordered_map(function, items, workers: int, shared=None, serial_items: int = 
         return
     in_flight: deque = deque()  # (item, its future); the item stays until its result is here
     # Spawned rather than forked: this process has threads (the tokenizer's, torch's), over which a fork can deadlock.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (job,))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (job, os.getpid()))
     try:
         for item in items:
             in_flight.append((item, _submit(pool, item)))
@@ -56,8 +59,10 @@ def ordered_map(function, items, workers: int, shared=None, serial_items: int = 
         pool.shutdown(cancel_futures=True)
 
 
-def _start(job: bytes):
+def _start(job: bytes, parent: int):
     global _job
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process as well, and its parent acts on it
     _job = pickle.loads(job)
 
 

@@ -1,5 +1,6 @@
 """How a rank ended, and whose fault an error is: the user's, the code's, or only that another rank has gone."""
 
+import errno
 import os
 import re
 import signal
@@ -15,11 +16,16 @@ FOLLOWER_DELAY_SECONDS = 3.0
 
 
 class RankFailure(RuntimeError):
-    """A rank failed with something other than a mistake of the user's. `trace` is its traceback as text."""
+    """A rank failed with something other than a mistake of the user's. `trace` is its traceback as text, without which
+    the message says enough if it `is_explained`."""
 
-    def __init__(self, message: str, trace: str = ""):
+    def __init__(self, message: str, trace: str = "", is_explained: bool = False):
         super().__init__(message)
-        self.trace = trace
+        self.trace, self.is_explained = trace, is_explained
+
+
+class CollectiveFailure(RuntimeError):
+    """A collective operation failed; the message says which ranks it was waiting for."""
 
 
 class ReportedMistake(ValueError):
@@ -40,6 +46,7 @@ class Report:
     message: str = ""
     trace: str = ""
     is_users: bool = False  # a ValueError raised on purpose by our own code, whose message is all the user needs
+    is_explained: bool = False  # its message says enough without a traceback
     is_follower: bool = False  # the error of a rank that was waiting for another
     time: float = 0.0
 
@@ -53,6 +60,7 @@ def report_error(rank: int, error: BaseException) -> Report:
         trace=trace,
         time=time.time(),
         is_users=is_users_mistake(error),
+        is_explained=is_explained(error),
         is_follower=is_follower(error),
     )
 
@@ -61,8 +69,21 @@ def is_users_mistake(error: BaseException) -> bool:
     """Whether an error is a ValueError that our own code raised for the user to read, so that it needs no traceback."""
     if isinstance(error, ReportedMistake):
         return True
-    if type(error) is not ValueError:
-        return False
+    return type(error) is ValueError and _is_ours(error)
+
+
+def is_explained(error: BaseException) -> bool:
+    """Whether an error's message says what happened and what to do, so that a traceback would only hide it."""
+    if isinstance(error, RankFailure):
+        return error.is_explained
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    written_by_us = type(error) is FloatingPointError or (type(error) is OSError and error.errno is None)
+    return is_users_mistake(error) or isinstance(error, CollectiveFailure) or (written_by_us and _is_ours(error))
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether our own code raised an error."""
     if error.__traceback__ is None:
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -76,6 +97,8 @@ def is_follower(error: BaseException) -> bool:
     import torch.distributed as dist
 
     words = r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|recvValue failed"
+    if isinstance(error, CollectiveFailure):
+        return True
     kinds = tuple(kind for kind in (getattr(dist, "DistError", None), getattr(dist, "DistBackendError", None)) if kind)
     return isinstance(error, kinds) or (isinstance(error, RuntimeError) and bool(re.search(words, str(error), re.I)))
 

@@ -2,17 +2,27 @@
 
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 
 import settings
 import utils
 from parallel.failures import Report, report_error
+from report import streams
 from settings import Settings
 from utils import World
 
 _to_parent = None  # the pipe to the process that started this rank
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """The signals that ask a run to save and end: SIGTERM and SIGUSR1 (preemption), SIGINT (Ctrl-C), SIGHUP (the
+    terminal was closed), but for a SIGHUP that is ignored, as nohup asks."""
+    return [
+        number
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
 
 
 def hold_on() -> None:
@@ -85,6 +95,7 @@ def rank_main(
         else:
             result = call_in_group(function, config, run_dir, world, init_method)
         pipe.send(Report(world.rank, "result", value=result if world.is_main else None))
+        streams.flush_streams()
         return
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else int(request.code is not None)
@@ -94,8 +105,7 @@ def rank_main(
     except BaseException as error:
         # Sent while the connections to the other ranks are still open, so that it arrives before their complaints.
         pipe.send(report_error(world.rank, error))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    streams.flush_streams()
     # Not sys.exit: the process group is still open, and a thread of it that asks for the interpreter while this shuts
     # down aborts the process, with a message of the C++ library before the user's.
     os._exit(1)

@@ -2,15 +2,15 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from multiprocessing import connection
 from typing import Any
 
 from parallel.failures import RankFailure, Report, ReportedMistake, describe_death
-from parallel.rank_process import rank_main
+from parallel.rank_process import heeded_signals, rank_main
 from parallel.rendezvous import Rendezvous
+from report import streams
 from settings import Settings
 from utils import World
 
@@ -89,6 +89,7 @@ class _Rank:
                     "error",
                     time=time.time(),
                     message=describe_death(code),
+                    is_explained=True,
                     is_follower=self.killed or code == -signal.SIGABRT,
                 )  # NCCL's watchdog aborts
 
@@ -119,8 +120,6 @@ class _Rank:
 class _Signals:
     """Passes signals on to the ranks, which may save before they end; a second one ends them at once."""
 
-    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
     def __init__(self, ranks: list[_Rank]):
         self.ranks, self.since = ranks, 0.0
         self.received: list[int] = []
@@ -128,7 +127,7 @@ class _Signals:
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            self.old = {number: signal.signal(number, self._handle) for number in self.NUMBERS}
+            self.old = {number: signal.signal(number, self._handle) for number in heeded_signals()}
         return self
 
     def __exit__(self, *_):
@@ -183,7 +182,8 @@ def _outcome(ranks: list[_Rank], signals: _Signals):
     if signals.received:
         for report in errors:
             if report.trace and not report.is_follower:  # such as a disk that was full when it tried to save
-                sys.stderr.write(f"rank {report.rank} failed while it was ending:\n{report.trace}")
+                what = report.message + "\n" if report.is_explained else report.trace
+                streams.write_error(f"rank {report.rank} failed while it was ending:\n{what}")
         if signals.received[0] == signal.SIGINT:
             raise KeyboardInterrupt
         if errors or codes or not reports:
@@ -193,11 +193,14 @@ def _outcome(ranks: list[_Rank], signals: _Signals):
         first = min(errors, key=lambda report: (report.is_follower, report.time))
         if first.is_users:
             raise ReportedMistake(first.message, first.trace)
-        raise RankFailure(
-            f"rank {first.rank} of {len(ranks)} failed: {first.message.strip().splitlines()[0]}", first.trace
-        )
+        message = first.message.strip()
+        if not first.is_explained:
+            message = message.splitlines()[0]
+        raise RankFailure(f"rank {first.rank} of {len(ranks)} failed: {message}", first.trace, first.is_explained)
     if codes:
         raise SystemExit(codes[0])
     if ranks[0].report is None:
-        raise RankFailure(f"rank 0 of {len(ranks)} went on for {LINGER_SECONDS:.0f} s after another one had ended")
+        raise RankFailure(
+            f"rank 0 of {len(ranks)} went on for {LINGER_SECONDS:.0f} s after another one had ended", is_explained=True
+        )
     return ranks[0].report.value

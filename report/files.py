@@ -21,6 +21,7 @@ import time
 from typing import Any
 
 from report.logger import Logger, RunInfo
+from utils import write_atomically
 
 METRICS, SAMPLES, NOTICES = "metrics.jsonl", "samples.jsonl", "notices.jsonl"
 
@@ -85,7 +86,9 @@ class FileLogger(Logger):
 
     def _append(self, file: JsonLines, record: dict[str, Any]) -> None:
         try:
-            file.append(record)
+            restored = file.append(record)
+            if restored:
+                self._report(f"{os.path.basename(file.path)} {restored}")
         except OSError as error:
             self._report(
                 f"{os.path.basename(file.path)} could not be written ({error.strerror or error}); "
@@ -106,7 +109,7 @@ class FileLogger(Logger):
 
 class JsonLines:
     """An append-only file of JSON lines. A write that fails leaves no torn line behind and is tried again with the
-    next.
+    next. A file that is removed or replaced while it is open is put back.
 
     Attributes:
         size: bytes of whole lines in the file; pending: lines that could not be written yet.
@@ -119,11 +122,37 @@ class JsonLines:
         self.size = os.fstat(fd).st_size
         self.truncate(os.pread(fd, self.size, 0).rfind(b"\n") + 1)  # a killed run may leave half a line
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Raises OSError when the disk does; the record is not lost. Opens the file again if it was closed."""
+    def append(self, record: dict[str, Any]) -> str | None:
+        """Returns what happened to the file meanwhile, in words, if it had to be put back.
+
+        Raises OSError when the disk does; the record is not lost. Opens the file again if it was closed.
+        """
         finite = {name: _json_number(value) for name, value in record.items()}
         self.pending += json.dumps(finite, allow_nan=False) + "\n"
+        restored = self._put_back()
         self._write()
+        return restored
+
+    def _put_back(self) -> str | None:
+        """Undo what others did to the file while it is open: its lines can still be read from what was removed."""
+        if self._fd is None:
+            return None
+        here, size = os.fstat(self._fd), self.size
+        try:
+            there = os.stat(self.path)
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+            content = os.pread(self._fd, size, 0)
+            write_atomically(self.path, content)
+            self.close()
+            self._open()
+            return "was removed or replaced by others while the run writes it; it has been put back"
+        if here.st_size < size:
+            self.size = here.st_size
+            os.lseek(self._fd, self.size, os.SEEK_SET)
+            return f"was cut by others while the run writes it; {size - self.size:,} bytes of it are lost"
+        return None
 
     def sync(self) -> None:
         """Force what is written to the disk, after another try of what is pending. Raises OSError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from typing import Any
@@ -10,6 +11,9 @@ from report.files import SAMPLES, read_json_lines
 from report.formatting import excerpt, well_formed
 from report.logger import Logger, RunInfo
 from utils import write_atomically
+
+# wandb's own limits are 90 seconds, and none at the end: without a network a run would seem to hang.
+CONNECT_SECONDS, FINISH_SECONDS = 30, 600
 
 
 class WandbLogger(Logger):
@@ -91,11 +95,21 @@ class WandbLogger(Logger):
                 break
             except Exception as error:
                 self.run.notice(f"wandb could not start {mode}: {type(error).__name__}: {excerpt(str(error), 300)}")
+                with contextlib.suppress(Exception):
+                    wandb.teardown(1)  # its service goes on holding the id, and would refuse it to the next start
 
     def _init(self, mode: Any) -> Any:
         import wandb
 
         write_atomically(self._id_path, str(self.id).encode())
+        if mode == "online":
+            self.run.show(f"wandb: connecting, for {CONNECT_SECONDS} seconds at most")
+        # It neither captures nor writes the console, which ConsoleLogger has.
+        settings: dict[str, Any] = {"silent": True, "console": "off"}
+        if "WANDB_INIT_TIMEOUT" not in os.environ:
+            settings["init_timeout"] = CONNECT_SECONDS
+        if "WANDB_FINISH_TIMEOUT" not in os.environ and "finish_timeout" in getattr(wandb.Settings, "model_fields", ()):
+            settings["finish_timeout"] = FINISH_SECONDS
         wandb_run = wandb.init(
             project=self.options.get("project"),
             entity=self.options.get("entity"),
@@ -106,8 +120,7 @@ class WandbLogger(Logger):
             id=self.id,
             resume="allow",
             mode=mode,
-            # It neither captures nor writes the console, which ConsoleLogger has.
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(**settings),
         )
         wandb_run.define_metric("examples")
         wandb_run.define_metric("*", step_metric="examples")

@@ -9,6 +9,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 import utils
+from settings import paths
 from settings.config_files import defaults, options
 from settings.schema import SCHEMA, Settings
 
@@ -29,7 +30,7 @@ OmegaConf.register_new_resolver("needed", needed, replace=True)
 
 
 def resolve(config: DictConfig) -> dict:
-    """The composed config as plain nested containers, interpolations worked out.
+    """The composed config as plain nested containers, interpolations worked out and paths in full.
 
     Raises:
         ValueError: a value that must be given is missing, or an interpolation leads nowhere.
@@ -49,6 +50,7 @@ def resolve(config: DictConfig) -> dict:
         )
     if missing:
         raise ValueError(f"{missing[0]} is missing: this run needs a value for it ({missing[0]}=...)")
+    paths.in_full(values)
     return values
 
 

@@ -1,6 +1,8 @@
 """How settings are shown to the user: values as on the command line, and the nearest known word for an unknown one."""
 
 import difflib
+import re
+import shlex
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,3 +25,12 @@ def near_miss(word: str, known: Iterable[str], cut: float = 0.6) -> str:
     lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=cut)
     return f"; did you mean {lower[near[0]]}?" if near else ""
+
+
+def argument(key: str, value: str) -> str:
+    """KEY=VALUE to paste into a shell, quoted for the shell and for Hydra."""
+    if not re.fullmatch(r"[\w./@:+-]+", value, re.ASCII):  # anything else has a meaning to Hydra
+        # Backslashes are doubled only where they come before a quotation mark: Hydra keeps all others.
+        inner = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), value)
+        value = f'"{inner}"'
+    return shlex.quote(f"{key}={value}")

@@ -3,15 +3,21 @@
 import glob
 import os
 import re
+from collections.abc import Mapping
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 import utils
+from settings import paths
+from settings.checks.keys import check_keys
 from settings.command_line import named_keys
-from settings.convert import complete, flatten, from_dict, recorded_form
-from settings.messages import show
+from settings.convert import as_dict, complete, flatten, from_dict, recorded_form
+from settings.messages import argument, show
 from settings.schema import SCHEMA, Settings
+
+CONFIG, LATEST = "config.yaml", "LATEST"
+LENGTH = ("n_epochs", "n_examples")
 
 
 def resumed_config(config: DictConfig, overrides: list[str]) -> tuple[DictConfig, list[str]]:
@@ -20,61 +26,131 @@ def resumed_config(config: DictConfig, overrides: list[str]) -> tuple[DictConfig
     `overrides` are the arguments as Hydra saw them: only what they name is compared, so that `resume=FOLDER` alone goes
     on with the recorded settings, and the whole command of the first run with resume=auto does, too.
 
-    Returns: the config, and a line for the user about each setting that changed.
+    Returns: the config, and lines for the user: each setting that changed, each folder that resume=auto passed over.
 
     Raises:
         ValueError: no such run, or settings changed that make another run of it; all of them are named.
     """
-    folder = _folder_to_resume(config)
+    folder, notes = _folder_to_resume(config)
     if folder is None:
         fresh = config.copy()
         fresh.resume = None
-        return fresh, []
+        return fresh, notes
     saved = load(folder)
     changed = changed_keys(config, saved, overrides)
-    refused = [key for key in changed if not may_change(key)]
-    if saved.schedule != "constant":  # steps already taken would have had other learning rates
-        refused += [key for key in ("n_epochs", "n_examples") if key in changed]
-    if refused:
-        lines = "".join(
-            f"\n  {key}: {show(old)} -> {show(new)}" for key, (old, new) in changed.items() if key in refused
-        )
-        fixed_length = f"(schedule={saved.schedule} decays over the whole run, so its length is fixed.) "
+    if refused := not_allowed(changed, saved.schedule):
         raise ValueError(
-            f"resume={folder}: these settings differ from those of the run and may not change:{lines}\n"
-            + (fixed_length if {"n_epochs", "n_examples"} & set(refused) else "")
-            + f"Leave them as they were, or start a new run from its weights with model.archive={folder}"
+            f"resume={folder}: these settings differ from those of the run and may not change:{refused}\n"
+            f"Leave them as they were, or start a new run from its weights with {argument('model.archive', folder)}"
         )
-    notes = []
     for key, (old, new) in changed.items():
         OmegaConf.update(saved, key, new, force_add=True)
         if key not in ("local_run_dir", "exp_name"):
             notes.append(f"note: resumed with {key}={show(new)}; it was {show(old)}")
-    saved.resume = os.path.abspath(folder)
+    saved.resume = folder
     saved.local_run_dir = None
     return saved, notes
 
 
-def _folder_to_resume(config: DictConfig) -> str | None:
-    """The run folder that `resume` names; None if it is auto and there is none yet."""
+def fixed_settings(settings: Settings) -> dict[str, Any]:
+    """{dotted key: value} of the settings that a resumed run must have, too."""
+    length = LENGTH if settings.schedule != "constant" else ()
+    return {key: value for key, value in flatten(as_dict(settings)).items() if not may_change(key) or key in length}
+
+
+def not_allowed(changed: Mapping[str, tuple[Any, Any]], schedule: str) -> str:
+    """The lines of a message about changes {key: (old, new)} that would make another run; "" if there are none."""
+    refused = [key for key, (old, new) in changed.items() if not (may_change(key) or paths.moved(key, old, new))]
+    length = [key for key in LENGTH if key in changed] if schedule != "constant" else []
+    lines = [f"\n  {key}: {show(old)} -> {show(new)}" for key, (old, new) in changed.items() if key in refused + length]
+    if length:  # steps already taken would have had other learning rates
+        lines.append(f"\n(schedule={schedule} decays over the whole run, so its length is fixed.)")
+    return "".join(lines)
+
+
+def _folder_to_resume(config: DictConfig) -> tuple[str | None, list[str]]:
+    """The run folder that `resume` names, None if it is auto and there is none yet; and notes for the user."""
     if config.resume != "auto":
-        folder = os.path.expanduser(config.resume)
-        if not os.path.isfile(os.path.join(folder, "config.yaml")):
-            raise ValueError(f"resume={config.resume}: this is not a run folder (it has no config.yaml)")
-        return folder
+        return _run_folder(os.path.abspath(os.path.expanduser(config.resume))), []
     if config.local_run_dir is None:
         return newest_run(config)
-    return config.local_run_dir if os.path.isfile(os.path.join(config.local_run_dir, "config.yaml")) else None
+    folder = os.path.abspath(os.path.expanduser(config.local_run_dir))
+    return (folder if os.path.isfile(os.path.join(folder, CONFIG)) else None), []
+
+
+def _run_folder(path: str) -> str:
+    """The run folder that is meant by its own path, or by that of its LATEST, its config.yaml or its newest step.
+
+    Raises:
+        ValueError: it is none of these, with what to give.
+    """
+    run, name = path, ""
+    for _ in range(4):  # such as RUN/LATEST/state/trainer.pt
+        if os.path.isfile(os.path.join(run, CONFIG)):
+            break
+        run, name = os.path.split(run)
+    else:
+        raise ValueError(f"resume={path}: this is not a run folder (it has no config.yaml)")
+    if re.fullmatch(r"step-\d+", name) and name != (newest := os.path.basename(_latest(run) or name)):
+        raise ValueError(
+            f"resume={path}: a run goes on from its newest checkpoint, which is {newest}: {argument('resume', run)}. "
+            f"To begin a new run from {name}, give {argument('model.archive', os.path.join(run, name))}"
+        )
+    return run
+
+
+def _latest(run: str) -> str | None:
+    """What LATEST of a run folder points to; None if that is not known."""
+    pointer = os.path.join(run, LATEST)
+    try:
+        if os.path.islink(pointer):
+            return os.readlink(pointer)
+        with open(pointer, encoding="utf-8") as file:
+            return file.read(4096).strip()
+    except (OSError, ValueError):
+        return None
 
 
 def load(folder: str) -> DictConfig:
-    """The config recorded in a run folder."""
-    return cast(DictConfig, OmegaConf.load(os.path.join(folder, "config.yaml")))
+    """The config recorded in a run folder, with the default of every key that its version did not have.
+
+    Raises:
+        ValueError: it cannot be read, or is not the config of a run.
+    """
+    values = _read(folder)
+    paths.in_full(values)
+    try:
+        check_keys(values)
+    except ValueError as error:
+        raise ValueError(f"{os.path.join(folder, CONFIG)}: {error}") from None
+    return cast(DictConfig, OmegaConf.create(values))
 
 
 def recorded(folder: str) -> Settings:
-    """The settings recorded in a run folder, with the default of every key that its version did not have."""
-    return from_dict(complete(cast(dict, OmegaConf.to_container(load(folder), resolve=True))))
+    """The settings recorded in a run folder, with the default of every key that its version did not have.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    return from_dict(_read(folder))
+
+
+def _read(folder: str) -> dict[str, Any]:
+    path = os.path.join(folder, CONFIG)
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        problem = None if isinstance(values, dict) and values else "it is empty"
+    except Exception as error:  # of the file system, of yaml, of omegaconf, of the decoding of text
+        problem = " ".join(str(error).split()) or type(error).__name__
+    if problem is None:
+        missing = [name for name in ("model", "loss") if not isinstance(values.get(name), dict)]
+        problem = f"it has no section {missing[0]}" if missing else None
+    if problem is not None:
+        raise ValueError(
+            f"{path} cannot be used ({problem}), and without a run's settings it cannot be resumed. Put back a copy of "
+            f"it; or begin a new run from its weights with {argument('model.archive', folder)}"
+        )
+    return complete(cast(dict, values))
 
 
 def changed_keys(config: DictConfig, saved: DictConfig, overrides: list[str]) -> dict[str, tuple[Any, Any]]:
@@ -82,6 +158,8 @@ def changed_keys(config: DictConfig, saved: DictConfig, overrides: list[str]) ->
     named = named_keys(overrides)
     if "experiment" in named:
         named = [""]
+    if "datasets" in named:
+        named.append("data.paths")  # where those of the names lie that are files
     if OmegaConf.is_missing(config.model, "name_or_path"):  # this command names no model: it means the recorded one
         config = config.copy()
         config.model = saved.model
@@ -100,21 +178,35 @@ def may_change(key: str) -> bool:
     return key in SCHEMA and SCHEMA[key].may_change
 
 
-def newest_run(config: DictConfig) -> str | None:
-    """The newest run folder under local_dirs with the name of this run, its settings, and a checkpoint; else None."""
+def newest_run(config: DictConfig) -> tuple[str | None, list[str]]:
+    """The newest run folder under local_dirs with the name of this run, its settings and a state to resume from, else
+    None; and notes about folders that were passed over."""
     if OmegaConf.is_missing(config.model, "name_or_path"):
-        return None  # which validation reports
-    name = recorded_form(config)["exp_name"]
-    base = utils.get_local_dir(config.local_dirs)
+        return None, []  # which validation reports
+    values = recorded_form(config)
+    name = values["exp_name"]
+    base = utils.get_local_dir(values["local_dirs"])
     dated = re.compile(re.escape(name) + r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+")
     folders = [
         folder
         for folder in glob.glob(os.path.join(glob.escape(base), glob.escape(name) + "_*"))
-        if dated.fullmatch(os.path.basename(folder))
+        if dated.fullmatch(os.path.basename(folder)) and os.path.isfile(os.path.join(folder, CONFIG))
     ]
+    notes: list[str] = []
     for folder in sorted(folders, reverse=True):
-        recorded = os.path.join(folder, "config.yaml")
-        if os.path.lexists(os.path.join(folder, "LATEST")) and os.path.isfile(recorded):
-            if all(may_change(key) for key in changed_keys(config, load(folder), [""])):
-                return folder
-    return None
+        if not os.path.lexists(os.path.join(folder, LATEST)):
+            continue
+        try:
+            changed = changed_keys(config, load(folder), [""])
+        except ValueError as error:
+            notes.append(f"note: resume=auto passes over a folder: {error}")
+            continue
+        if not all(may_change(key) for key in changed):
+            continue
+        if glob.glob(os.path.join(glob.escape(folder), "step-*", "state")):
+            return folder, notes
+        notes.append(
+            f"note: resume=auto passes over {folder}: it holds weights, but no state to resume from "
+            "(checkpoint.formats had no state)"
+        )
+    return None, notes

@@ -32,6 +32,14 @@ OPTIMIZERS = [
     ("ASGD", {}),
     ("Rprop", {}),
     ("Adafactor", {}),
+    # As optimizer_kwargs come from the settings: lists.
+    ("Adam", dict(betas=[0.8, 0.9], amsgrad=True)),
+    ("AdamW", dict(betas=[0.8, 0.9], eps=1e-6)),
+    ("Adamax", dict(betas=[0.8, 0.9])),
+    ("NAdam", dict(betas=[0.8, 0.9])),
+    ("RAdam", dict(betas=[0.8, 0.9])),
+    ("Rprop", dict(etas=[0.4, 1.3], step_sizes=[1e-6, 10])),
+    ("Adafactor", dict(eps=[None, 1e-3], d=2)),
 ]
 
 

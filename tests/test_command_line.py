@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -364,6 +365,7 @@ def test_an_unwritable_place_is_reported(tmp_path):
 def a_run(tmp_path, *overrides):
     config = settings.finalize(compose_config("model=tiny", f"local_dirs=[{tmp_path}]", *overrides))
     folder = run_folder.make(config)
+    os.makedirs(os.path.join(folder, "step-8", "state"))
     os.symlink("step-8", os.path.join(folder, "LATEST"))
     return folder
 
@@ -407,6 +409,7 @@ def test_a_run_that_wrote_nothing_leaves_no_folder(tmp_path):
     run_folder.discard_unused(folder)
     assert os.path.isdir(folder), "it has a checkpoint"
     os.remove(os.path.join(folder, "LATEST"))
+    shutil.rmtree(os.path.join(folder, "step-8"))
     run_folder.discard_unused(folder)
     assert not os.path.exists(folder)
 

@@ -19,6 +19,7 @@ from left_behind import lines
 from runs import LLAMA, train, write_data
 
 import settings
+from training import heartbeat
 from training.early_stopping import EarlyStop, check_watched_metrics
 from training.heartbeat import Heartbeat
 from training.signals import PREEMPTED, SignalWatch
@@ -219,6 +220,37 @@ def test_a_heartbeat_tells_who_is_missing(tmp_path):
     first.close()
     second.close()
     assert not os.path.exists(folder)
+
+
+def test_a_save_that_stands_still_names_the_process_that_is_stopped(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(heartbeat, "SAVE_SECONDS", 0.4)
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 5.0)
+    ranks = [Heartbeat(str(tmp_path), rank, 3, patience=60) for rank in range(3)]
+    for beat in ranks:
+        beat.saving(7)
+    ranks[2].closed.set()  # as one that a signal has stopped: it writes nothing any more
+    time.sleep(0.3)
+    (tmp_path / "rank-2").write_text(json.dumps(ranks[2].row | {"time": time.time()}))
+    os.utime(tmp_path / "rank-2", (0, time.time() - 60))
+    time.sleep(1.2)
+    said = capfd.readouterr().err
+    assert "rank 0: this save has taken" in said and "Not done: rank 2: its process is stopped or gone, saving" in said
+    assert said.count("rank 0:") in (1, 2), "again, but less and less often"
+    assert "rank 0: its process" not in said and "rank 1: its process" not in said
+    ranks[0].at("computing the reference's log-probs", 7, patient=True)
+    time.sleep(0.6)
+    assert "rank 0:" not in capfd.readouterr().err
+    for beat in ranks:
+        beat.close()
+
+
+def test_one_process_reports_a_save_that_stands_still(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(heartbeat, "SAVE_SECONDS", 0.2)
+    alone = Heartbeat(str(tmp_path / "beats"), 0, 1, patience=60)
+    alone.saving(7)
+    time.sleep(0.4)
+    alone.close()
+    assert capfd.readouterr().err.startswith("this save has taken 0 s so far") and not (tmp_path / "beats").exists()
 
 
 def test_files_of_a_larger_world_that_was_killed_do_not_stay(tmp_path):

@@ -109,6 +109,27 @@ def test_a_full_disk_costs_no_line_and_no_run(run_dir, monkeypatch, capsys):
     assert [row["examples"] for row in lines(run_dir)] == [1, 2, 3, 4]
 
 
+def test_a_file_that_is_removed_replaced_or_cut_meanwhile_loses_no_line_that_can_be_kept(run_dir, capsys):
+    reporter, path = Reporter(QUIET, run_dir), run_dir / "metrics.jsonl"
+    reporter.log({"x": 1.0}, 1, 1)
+    path.unlink()
+    reporter.log({"x": 2.0}, 2, 2)
+    assert [row["examples"] for row in lines(run_dir)] == [1, 2]
+    (run_dir / "other").write_text("{}\n")
+    os.replace(run_dir / "other", path)
+    reporter.log({"x": 3.0}, 3, 3)
+    assert [row["examples"] for row in lines(run_dir)] == [1, 2, 3]
+    path.write_text("")
+    reporter.log({"x": 4.0}, 4, 4)
+    assert [row["examples"] for row in lines(run_dir)] == [4] and b"\0" not in path.read_bytes()
+    said = capsys.readouterr().out
+    assert "metrics.jsonl was removed or replaced by others" in said and "metrics.jsonl was cut by others" in said
+    state = reporter.state()
+    reporter.log({"x": 5.0}, 5, 5)
+    Reporter(QUIET, run_dir).load_state(state)
+    assert [row["examples"] for row in lines(run_dir)] == [4]
+
+
 def test_reading_survives_rubbish(tmp_path):
     (tmp_path / "x").write_bytes(b'{"a": 1}\n\xff\xfe\n[1]\n\n{"b"')
     assert read_json_lines(tmp_path / "x") == [{"a": 1}]
@@ -254,20 +275,25 @@ def test_wandb_that_cannot_go_online_goes_offline(run_dir, monkeypatch, capsys, 
     modes = []
 
     def init(**settings):
+        if modes and modes[-1] != "ended":
+            raise RuntimeError("run ID is in use")  # as long as the service of the failed start is there
         modes.append(settings["mode"])
         if settings["mode"] == "online":
+            assert settings["settings"]["init_timeout"] <= 30
+            assert "connecting" in capsys.readouterr().out, "the wait is announced"
             raise ConnectionError("unreachable")
         return types.SimpleNamespace(
             define_metric=lambda *_, **__: None, finish=lambda **_: None, log=lambda *_, **__: None
         )
 
     wandb = types.SimpleNamespace(run=None, init=init, Settings=dict, setup=lambda _: None, login=lambda **_: True)
+    wandb.teardown = lambda _: modes.append("ended")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     reporter = Reporter(WANDB, run_dir)
     assert modes == [], "a run without a record leaves no wandb run"
     reporter.log({"loss/train": 1.0}, 1, 1)
     reporter.finish(True)
-    assert modes == ["online", "offline"]
+    assert modes == ["online", "ended", "offline"]
     assert "unreachable" in capsys.readouterr().out
 
 

@@ -275,7 +275,6 @@ def test_optimizers_match_torch():
         ("early_stopping.metric=rewards_eval/accuracies", ["loss=sft", "loss/eval"]),
         ("checkpoint.formats=[stat]", ["did you mean state?"]),
         ("checkpoint.formats=[hf] checkpoint.async_save=true", ["add state"]),
-        ("checkpoint.formats=[hf] resume=auto", ["resume needs state"]),
         ("guards.max_nonfinite_steps=3", ["guards.on_nonfinite=skip"]),
         ("guards.on_nonfinite=skip", ["max_nonfinite_steps"]),
         ("prefix_sharing=false model.attention=flex", ["prefix_sharing=false"]),

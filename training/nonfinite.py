@@ -12,9 +12,12 @@ from typing import Any
 import torch
 
 from data.batching import MicroBatch
+from report.files import read_json_lines
 from settings.schema import GuardSettings
 from training.run_state import TrainState
-from utils import World, gather_objects
+from utils import World, gather_objects, write_atomically
+
+FILE = "nonfinite.jsonl"
 
 Seen = Sequence[tuple[MicroBatch, torch.Tensor]]
 
@@ -66,7 +69,7 @@ class NonFiniteGuard:
         rows, in_loss = offending_examples(seen, self._describe, self.world)
         what = "loss" if in_loss else f"gradient (norm {norm})"
         names = ", ".join(f"{row['dataset']} row {row['row']}" for row in rows[:5]) + (" ..." if len(rows) > 5 else "")
-        path = os.path.join(self.run_dir, "nonfinite.jsonl")
+        path = os.path.join(self.run_dir, FILE)
         message = (
             f"The {what} of update {state.updates + 1} is not finite: {names}. The optimizer did not step. "
             f"Texts: {path}."
@@ -101,3 +104,12 @@ def append_rows(path: str, rows: list[dict], notice: Callable[[str], None]) -> N
                 file.write(json.dumps(row) + "\n")
     except OSError as problem:
         notice(f"{path} could not be written ({problem.strerror}).")
+
+
+def forget_rows(run_dir: str, examples: int) -> None:
+    """Drop the rows of nonfinite.jsonl of steps that a resumed run, which is at `examples`, takes again."""
+    path = os.path.join(run_dir, FILE)
+    rows = read_json_lines(path)
+    kept = [row for row in rows if row.get("examples", 0) < examples]
+    if len(kept) < len(rows):
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept).encode())

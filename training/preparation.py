@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from checkpoint import run_folder
 from checkpoint.checkpointer import Checkpointer
 from data.sampler import DatasetMixture, widest_unit
 from losses import find_loss
@@ -19,6 +20,7 @@ from parallel.placement import make_placement
 from planning.token_budget import free_memory, token_budget
 from report.reporter import Reporter
 from settings import Settings, as_dict
+from training import nonfinite
 from training.attention_choice import choose_attention
 from training.data_loading import load_datasets, make_steps, training_mixture
 from training.early_stopping import EarlyStop, check_watched_metrics
@@ -131,10 +133,17 @@ class PreparedRun:
         self.movement = MovementWatch(self.policy)
         if point is None:
             self.reporter.load_state(None)
-            return
-        identity = identity_of(self.datasets, self.objective.reference)
-        self.state = self.saver.restore(point, self.policy, self.optimizer, self.sampler, identity)
-        self.movement = MovementWatch(self.policy, after=max(0, MovementWatch.UPDATES - self.state.updates))
+        else:
+            identity = identity_of(self.datasets, self.objective.reference)
+            self.state = self.saver.restore(point, self.policy, self.optimizer, self.sampler, identity)
+            self.movement = MovementWatch(self.policy, after=max(0, MovementWatch.UPDATES - self.state.updates))
+        if config.resume:
+            run_on_main(self._take_over_folder, self.world)
+
+    def _take_over_folder(self) -> None:
+        """The resume is accepted: from here on the folder has this run's settings, and no rows of steps to come."""
+        run_folder.record_changes(self.config, self.run_dir)
+        nonfinite.forget_rows(self.run_dir, self.state.examples)
 
     def check_model(self) -> list[ModelLimits]:
         """Refuse a model that cannot be trained or loaded before hours go into its data; on rank 0, what it takes."""
@@ -167,7 +176,7 @@ class PreparedRun:
         """Write a checkpoint; `again`: a run resumed from it saves here once more, as an evaluation is due before."""
         if self.config.debug or self.state.saved_at == self.state.step_number:
             return
-        self.heartbeat.at("saving", self.state.updates, patient=True)
+        self.heartbeat.saving(self.state.updates)
         self.saver.save(
             self.state,
             self.policy,

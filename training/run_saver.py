@@ -8,6 +8,8 @@ from pathlib import Path
 
 from checkpoint.checkpointer import Checkpointer, resume_command
 from settings import Settings
+from settings.messages import argument
+from settings.resume import fixed_settings, not_allowed
 from training.early_stopping import EarlyStop
 from training.optimizer import LossScale
 from training.run_state import TrainState
@@ -96,6 +98,7 @@ class RunSaver:
             "tokens_per_microbatch": self.config.tokens_per_microbatch,
             "device": self.device_type,
             "identity": identity,
+            "settings": fixed_settings(self.config),
             "reporter": self.reporter.state(),
             "early_stop": self.early_stop.state(),
         }
@@ -121,9 +124,11 @@ class RunSaver:
         if best is not None:
             self.notice(f"The best checkpoint by {self.checkpointer.best_metric} is {best}.")
         if problem:
+            resumable = "state" in self.config.checkpoint.formats
+            again = f"to do it again:  {resume_command(self.run_dir)}" if resumable else "then run the command again."
             raise OSError(
                 "The run's last checkpoint could not be written, so what was learnt since the one before is lost "
-                f"({problem}). Fix this; to do it again:  {self.resume_command()}"
+                f"({problem}). Fix this; {again}"
             )
 
     def close_after_signal(self, state: TrainState) -> None:
@@ -135,10 +140,7 @@ class RunSaver:
             self.notice(f"{at} nothing is saved{why}")
             return
         saved = state.saved_at == state.step_number and self.checkpointer.problem is None
-        self.notice(f"{at} the state is {'saved' if saved else 'NOT saved'}. To go on:  {self.resume_command()}")
-
-    def resume_command(self) -> str:
-        return resume_command(self.run_dir, self.config.checkpoint.formats)
+        self.notice(f"{at} the state is {'saved' if saved else 'NOT saved'}. To go on:  {resume_command(self.run_dir)}")
 
     # ---- Resuming ---------------------------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class RunSaver:
         """The newest complete checkpoint of the run that is resumed; None for a run that starts from its beginning.
 
         Raises:
-            ValueError: there are checkpoints, but none can be resumed from.
+            ValueError: there are checkpoints, but none can be resumed from; or the settings were changed in the folder.
         """
         if not self.config.resume:
             return None
@@ -160,6 +162,7 @@ class RunSaver:
             self.notice("The run has no checkpoint yet: it starts from its beginning.")
             return None
         size, content = self.checkpointer.peek(folder)
+        check_settings(folder, content, self.config)
         now = self.config.tokens_per_microbatch, self.device_type, self.world.size
         same = (content["tokens_per_microbatch"], content["device"], size) == now
         first, later = (content["first_budget"], content["budget"]) if same else (None, None)
@@ -185,6 +188,21 @@ class RunSaver:
         return state
 
 
+def check_settings(folder: Path, content: dict, config: Settings) -> None:
+    """Refuse settings that may not change and are not those that a checkpoint was made with.
+
+    `settings/resume.py` compares a command with config.yaml; this finds a config.yaml that was edited meanwhile.
+    """
+    then, now = content.get("settings", {}), fixed_settings(config)  # older checkpoints hold none
+    changed = {key: (old, now[key]) for key, old in then.items() if key in now and now[key] != old}
+    if refused := not_allowed(changed, config.schedule):
+        raise ValueError(
+            f"resume={folder.parent}: its config.yaml has other settings than {folder.name} was made with, which may "
+            f"not change:{refused}\nPut back the values of then, or start a new run with "
+            f"{argument('model.archive', str(folder))}"
+        )
+
+
 def check_same_run(point: ResumePoint, config: Settings, run_dir: str, identity: dict, sampler) -> None:
     """Refuse to go on where the run would become another one; see `RunSaver.restore`."""
     was = point.content
@@ -192,7 +210,7 @@ def check_same_run(point: ResumePoint, config: Settings, run_dir: str, identity:
     if changed:
         raise ValueError(
             f"resume={run_dir}: {' and '.join(changed)} changed since this run began, so that it would be another run. "
-            f"Put back the files of then, or begin a new run with model.archive={point.folder}"
+            f"Put back the files of then, or begin a new run with {argument('model.archive', str(point.folder))}"
         )
     if sampler.examples_before(was["step_number"]) != was["examples"]:
         longer = was["examples"] > sampler.n_examples

@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 
+from parallel.rank_process import heeded_signals
+
 # What a scheduler takes for "try again later" (EX_TEMPFAIL of sysexits.h): the job was preempted, its state is saved.
 PREEMPTED = 75
 
 
 class SignalWatch:
-    """Remembers that SIGTERM, SIGUSR1 (preemption) or SIGINT (Ctrl-C) came; the loop asks between two steps.
+    """Remembers that a signal of `heeded_signals` came; the loop asks between two steps.
 
     While there is nothing to save yet, a signal ends the process by itself, with the same exit code. A second signal
     ends it at once, in case the first takes too long.
@@ -21,8 +23,6 @@ class SignalWatch:
     Args:
         on_first: called as the first signal comes.
     """
-
-    NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self, on_first: Callable[[], None] = lambda: None):
         self.received: int | None = None
@@ -36,7 +36,7 @@ class SignalWatch:
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            self._old = {number: signal.signal(number, self._handle) for number in self.NUMBERS}
+            self._old = {number: signal.signal(number, self._handle) for number in heeded_signals()}
         return self
 
     def __exit__(self, *_) -> None:

@@ -33,8 +33,6 @@ def check(settings: Settings) -> None:
     if settings.resume is not None:
         if settings.resume != "auto":
             must_exist("resume", settings.resume)
-        if "state" not in formats:
-            raise ValueError("resume needs state among checkpoint.formats, or the run could not be resumed again")
         if settings.local_run_dir is not None:
             raise ValueError("resume goes on in the folder of the old run; leave local_run_dir=null")
         if settings.debug:

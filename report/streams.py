@@ -1,0 +1,39 @@
+"""The standard streams of a process, which may be closed before it starts or while it runs."""
+
+import contextlib
+import os
+import sys
+
+
+def open_standard_streams() -> None:
+    """Put the null device in the place of standard streams that are closed (`>&-`). Python has None for them, and the
+    next file to be opened would get their number, and with it all that libraries write there."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+        setattr(sys, name, open(os.devnull, mode))
+
+
+def flush_streams() -> None:
+    """Write out what is buffered. What a closed pipe or terminal does not take is dropped, for Python would try again
+    as it ends, and turn the exit code into one of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def write_error(text: str) -> None:
+    """Write to stderr, if it is still there."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
