@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import os
 import pickle
 import shlex
 import subprocess
@@ -196,6 +197,7 @@ def test_what_is_recorded_is_what_was_composed():
     ):
         composed = OmegaConf.to_container(compose_config(*overrides), resolve=True)
         composed["exp_name"] = check(*overrides).exp_name
+        composed["local_dirs"] = [os.path.abspath(folder) for folder in composed["local_dirs"]]
         recorded = settings.as_dict(check(*overrides))
         assert OmegaConf.to_yaml(OmegaConf.create(recorded)) == OmegaConf.to_yaml(OmegaConf.create(composed))
 
