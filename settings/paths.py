@@ -8,11 +8,11 @@ from typing import Any, cast
 import preference_datasets
 
 # Folders that a run may make: paths, whether or not they are there yet.
-FOLDERS = ("local_dirs", "local_run_dir", "data.cache_dir", "reference.cache_dir", "model.local_copy")
+FOLDERS = ("local_dirs", "local_run_dir", "data.cache_dir", "reference.cache_dir")
 # Models: Hub names, unless such a folder or .gguf file is there.
 MODELS = ("model.name_or_path", "model.tokenizer_name_or_path")
 # Templates, names of modules and the like, unless a file or folder of that name is there.
-FILES = ("model.archive", "data.chat_template", "data.plugins", "data.paths")
+FILES = ("model.local_copy", "model.archive", "data.chat_template", "data.plugins", "data.paths")
 
 
 def in_full(values: dict[str, Any]) -> None:

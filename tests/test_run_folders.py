@@ -115,7 +115,7 @@ def test_a_run_of_an_older_version_gets_the_defaults_of_new_keys():
 
 
 def files(home) -> None:
-    for name in ("gpt2", "home/model", "home/cache"):
+    for name in ("gpt2", "home/model", "home/copy", "home/cache"):
         (home / name).mkdir()
     for name in ("pairs.jsonl", "home/other.jsonl", "weights.pt", "chat.jinja"):
         (home / name).write_text("{}\n")
