@@ -41,8 +41,9 @@ def _check_local_copy(settings: Settings) -> None:
     for option in options("model"):
         written = read(f"model/{option}.yaml")
         if written.get("local_copy"):
-            copied[written["local_copy"]] = written.get("name_or_path")
-    if model.local_copy not in copied:
+            copied[os.path.abspath(written["local_copy"])] = written.get("name_or_path")
+    place = os.path.abspath(model.local_copy)
+    if place not in copied:
         if model.random_config:
             raise ValueError(
                 f"model.local_copy={model.local_copy} has no effect: model.random_config makes random weights. "
@@ -51,8 +52,8 @@ def _check_local_copy(settings: Settings) -> None:
         must_exist("model.local_copy", model.local_copy)
         if not os.path.isdir(model.local_copy):
             raise ValueError(f"model.local_copy={model.local_copy} is no folder")
-    elif model.name_or_path != copied[model.local_copy] and os.path.isdir(model.local_copy) and not model.random_config:
+    elif model.name_or_path != copied[place] and os.path.isdir(model.local_copy) and not model.random_config:
         raise ValueError(
             f"model.name_or_path={model.name_or_path} would not be read: model.local_copy={model.local_copy} "
-            f"holds {copied[model.local_copy]} and comes first. Set model.local_copy=null, or choose model=blank_model"
+            f"holds {copied[place]} and comes first. Set model.local_copy=null, or choose model=blank_model"
         )
