@@ -56,11 +56,35 @@ def locate(path, verify=True):
         return locate(latest, verify)
     elif (path / ".metadata").exists():
         found = "state", path
+    elif (path / "adapter_config.json").exists():
+        raise ValueError(adapter_message(path))
     else:
         raise ValueError(f"{path} is no archive: it holds none of {', '.join(HF_WEIGHTS)}, LATEST, step-*, policy.pt")
     if verify:
         _verify(found[1])
     return found
+
+
+def adapter_message(folder: Path) -> str:
+    """Why a PEFT folder is no model, and what to do."""
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = "its base model"
+    return (
+        f"{folder} holds an adapter (PEFT) of {base}, not a whole model. Merge it into that model and give the new "
+        "folder, with the tokenizer's files in it: "
+        f'AutoPeftModelForCausalLM.from_pretrained("{folder}").merge_and_unload().save_pretrained("NEW_FOLDER")'
+    )
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Whether a file is what git leaves in place of a large one that it did not fetch (Git LFS)."""
+    start = b"version https://git-lfs"
+    if not file.is_file() or file.stat().st_size > 1024:
+        return False
+    with open(file, "rb") as stream:
+        return stream.read(len(start)) == start
 
 
 def _locate_in_step(folder):
@@ -91,6 +115,8 @@ def read_state_dict(path, verify=True):
     Raises ValueError for a file that is missing, truncated, damaged, no checkpoint, or that holds more than tensors.
     """
     kind, path = locate(path, verify)
+    if is_lfs_pointer(path):
+        raise ValueError(f"{path} is a Git LFS pointer, not the weights: fetch them with `git lfs pull` in its folder")
     if kind == "state":
         return _read_distributed(path)
     if kind == "torch":

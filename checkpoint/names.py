@@ -144,7 +144,7 @@ def refuse_misfit(model, report, source):
         return sorted(name for name in set(report["unexpected_keys"]) if not HARMLESS.search(name))
     described = ", ".join(getattr(model.config, "architectures", None) or [type(model).__name__])
     raise ValueError(
-        f"{source} does not hold the weights of the causal language model that its config.json describes ({described}, "
+        f"{source} does not hold the weights of the causal language model that is configured ({described}, "
         f"{getattr(model.config.get_text_config(), 'num_hidden_layers', '?')} layers). {'; '.join(parts)}. "
         "Give the complete model, with the config.json that belongs to its weights"
     )

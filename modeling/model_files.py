@@ -10,7 +10,7 @@ import re
 import zipfile
 from pathlib import Path
 
-from checkpoint.archives import HF_WEIGHTS, weight_files
+from checkpoint.archives import HF_WEIGHTS, adapter_message, is_lfs_pointer, weight_files
 from checkpoint.names import listing
 
 HOW_TO_GET_A_MODEL = """\
@@ -28,11 +28,13 @@ TOKENIZER_FILES = (
     "spiece.model",
 )
 _OF_A_TOKENIZER = re.compile(r"token|vocab|merges|spiece|sentencepiece|bpe|spm|\.model$")
-_POINTER = b"version https://git-lfs"
 
 
-def cannot_load(name: str, problem: Exception | str) -> ValueError:
-    """The error for a model that a library could not open; advice on getting one only where it is not here."""
+def cannot_load(name: str, problem: Exception, key: str = "model.name_or_path") -> ValueError:
+    """The error for a model or tokenizer that a library could not open.
+
+    Advice on getting a model comes only where it is not here. `key`: the setting that names it.
+    """
     if "trust_remote_code" in str(problem):
         return ValueError(
             f"{name} comes with Python code of its own. model.trust_remote_code=true lets it run on this machine, with "
@@ -40,7 +42,7 @@ def cannot_load(name: str, problem: Exception | str) -> ValueError:
         )
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     first = " ".join(lines[:2]) if lines else type(problem).__name__
-    message = f"model.name_or_path={name!r} cannot be loaded: {first}"
+    message = f"{key}={name!r} cannot be loaded: {first}"
     if isinstance(problem, OSError) and not os.path.exists(name):
         message += "\n" + HOW_TO_GET_A_MODEL.format(name=name)
     return ValueError(message)
@@ -71,23 +73,11 @@ def check_model_path(name: str) -> None:
     refuse_pointers(name)
     names = sorted(os.listdir(name))
     if "adapter_config.json" in names and not any(file in names for file in HF_WEIGHTS):
-        raise ValueError(_adapter(name))
+        raise ValueError(adapter_message(Path(name)))
     if "config.json" in names:
         _check_json(Path(name, "config.json"))
         return
     raise ValueError(f"model.name_or_path={name} holds no model: {_what_it_is(name, names)}")
-
-
-def _adapter(folder: str) -> str:
-    try:
-        base = json.loads(Path(folder, "adapter_config.json").read_text())["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
-        base = "its base model"
-    return (
-        f"{folder} holds an adapter (PEFT) of {base}, not a whole model. Merge it into that model and give the new "
-        "folder, with the tokenizer's files in it: "
-        f'AutoPeftModelForCausalLM.from_pretrained("{folder}").merge_and_unload().save_pretrained("NEW_FOLDER")'
-    )
 
 
 def _what_it_is(folder: str, names: list[str]) -> str:
@@ -134,15 +124,10 @@ def check_tokenizer_files(folder: str) -> None:
 
 def refuse_pointers(folder: str) -> None:
     """Raise ValueError if files of a folder are Git LFS pointers: a clone without the content of its large files."""
-    pointers = []
-    for entry in os.scandir(folder):
-        if entry.is_file() and entry.stat().st_size < 1024 and not entry.name.startswith("."):
-            with open(entry.path, "rb") as file:
-                if file.read(len(_POINTER)) == _POINTER:
-                    pointers.append(entry.name)
+    pointers = sorted(path.name for path in Path(folder).iterdir() if path.name[0] != "." and is_lfs_pointer(path))
     if pointers:
         raise ValueError(
-            f"{folder} was cloned without its large files: {listing(sorted(pointers), 5)} "
+            f"{folder} was cloned without its large files: {listing(pointers, 5)} "
             f"{'is a Git LFS pointer' if len(pointers) == 1 else 'are Git LFS pointers'}. "
             f"Fetch the content with `git lfs pull` in that folder, or download the model again"
         )

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from model_folders import pointer
 from safetensors.torch import save_file
 
 from checkpoint import archives
@@ -166,6 +167,10 @@ def test_files_that_are_no_archives_are_refused_with_a_reason(tmp_path, monkeypa
     torch.save({"state": {"a": torch.ones(1), "b": 3}}, "mixed.pt")
     (tmp_path / "text.safetensors").write_text("no")
     (tmp_path / "folder").mkdir()
+    pointer(tmp_path / "pointer.pt")
+    pointer(tmp_path / "pointer.safetensors")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
     for name, reason in {
         "evil.pt": "refused: .*run code",
         "whole_model.pt": "refused: .*state dict alone",
@@ -179,6 +184,9 @@ def test_files_that_are_no_archives_are_refused_with_a_reason(tmp_path, monkeypa
         "mixed.pt": "not tensors: b",
         "text.safetensors": "no safetensors",
         "folder": "is no archive",
+        "pointer.pt": "git lfs pull",
+        "pointer.safetensors": "git lfs pull",
+        "adapter": "adapter .PEFT. of someone/base",
         "nowhere.pt": "no archive at",
     }.items():
         with pytest.raises(ValueError, match=reason):
