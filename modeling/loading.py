@@ -298,7 +298,7 @@ def _from_folder(config: Settings, settings, dtype: torch.dtype, name: str):
     except (OSError, ValueError, SafetensorError, ImportError, pickle.UnpicklingError) as problem:
         raise cannot_load(name, problem) from problem
     model.left_unread = refuse_misfit(model, report, name)
-    if is_gguf:
+    if hasattr(model.config, "quantization_config"):  # of a GGUF file, whose weights are plain now
         del model.config.quantization_config
     if settings.get_text_config().tie_word_embeddings and not _is_tied(model):
         raise untied(name)

@@ -5,6 +5,7 @@ is loaded, from every trainer.
 from __future__ import annotations
 
 import json
+import re
 
 import architectures
 import pytest
@@ -187,32 +188,61 @@ def test_a_missing_shard_is_named(folder, folders):
     assert shards[-1] in refused(config_of(folder, model))
 
 
-def write_gguf(file):
-    import gguf
-    import numpy as np
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
 
+
+def write_gguf(file, model, leave_out=None):
+    """A Llama as llama.cpp stores it, in float32."""
+    import gguf
+
+    config = model.config
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(1)
-    writer.add_tensor("token_embd.weight", np.zeros((100, 64), dtype=np.float32))
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    for name, tensor in model.state_dict().items():
+        layer, inner = re.match(r"(?:model\.layers\.(\d+)\.)?(.+)\.weight", name).groups()
+        stored = f"{'' if layer is None else f'blk.{layer}.'}{GGUF_NAMES[inner]}.weight"
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(inner[-6:])
+        if heads:  # its rotary halves lie side by side
+            tensor = tensor.reshape(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        if stored != leave_out:
+            writer.add_tensor(stored, tensor.numpy().copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def test_a_damaged_gguf_file_is_named(folder, tmp_path):
-    from modeling.model_check import check_gguf
-
-    file = tmp_path / "model.gguf"
-    write_gguf(file)
-    check_gguf(str(file))
+def test_a_gguf_file_is_read_whole_or_refused(folder, folders, tmp_path):
+    model, file = architectures.make("llama", vocab_size=259), tmp_path / "model.gguf"
+    write_gguf(file, model)
+    config = config_of(folder, file, f"model.tokenizer_name_or_path={folders()}")
+    checked(config)
+    loaded = loading.load_model(config, loading.byte_tokenizer(), torch.float32, "cpu").state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
     cut(file, 0.9)
-    with pytest.raises(ValueError, match="model.gguf.*cut off or damaged"):
-        check_gguf(str(file))
+    assert "model.gguf" in refused(config) and "cut off or damaged" in refused(config)
+    write_gguf(file, model, leave_out="blk.1.ffn_up.weight")
+    with pytest.raises(ValueError, match=r"missing \(1\): model.layers.1.mlp.up_proj.weight"):
+        loading.load_model(config, loading.byte_tokenizer(), torch.float32, "cpu")
     for spoil, words in ((pointer, "git lfs pull"), (lambda file: file.write_bytes(b"GG"), "GGUF")):
         spoil(file)
-        with pytest.raises(ValueError, match=words):
-            loading.load_tokenizer(config_of(folder, file))
+        assert words in refused(config)
 
 
 # ---- Folders that hold something else -------------------------------------------------------------------------------
