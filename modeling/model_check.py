@@ -12,7 +12,7 @@ from checkpoint.archives import locate, read_fitting
 from checkpoint.names import listing, refuse_misfit, untied
 from modeling import loading, stored_weights
 from modeling.blocks import choose_trainable, find_blocks
-from modeling.model_files import cannot_load, check_weight_files, damaged
+from modeling.model_files import cannot_load, check_gguf_tensors, check_weight_files
 from settings import Settings
 
 
@@ -119,7 +119,7 @@ def check_weights(config: Settings, skeleton) -> None:
         return
     folder, gguf = loading.files_of(name)
     if gguf:
-        check_gguf(os.path.join(folder, gguf["gguf_file"]))
+        check_gguf_tensors(os.path.join(folder, gguf["gguf_file"]))
         return
     if os.path.isdir(folder):
         check_weight_files(folder)
@@ -144,13 +144,3 @@ def _try_loading(config: Settings, skeleton, name: str) -> None:
     except Exception as problem:  # of the library or the model's own code, at files of the user's
         raise cannot_load(name, problem) from problem
     refuse_misfit(skeleton, report, name)
-
-
-def check_gguf(file: str) -> None:
-    """Refuse a .gguf file whose tensors are not all there. Raises ValueError."""
-    import gguf
-
-    try:
-        gguf.GGUFReader(file)
-    except Exception as problem:  # numpy's errors, of many kinds, about bytes that are not there
-        raise ValueError(damaged(file, problem)) from None

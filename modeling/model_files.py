@@ -35,6 +35,8 @@ def cannot_load(name: str, problem: Exception, key: str = "model.name_or_path") 
 
     Advice on getting a model comes only where it is not here. `key`: the setting that names it.
     """
+    if name.endswith(".gguf"):
+        check_gguf_tensors(name)
     if "trust_remote_code" in str(problem):
         return ValueError(
             f"{name} comes with Python code of its own. model.trust_remote_code=true lets it run on this machine, with "
@@ -178,6 +180,16 @@ def _check_gguf(file: Path) -> None:
     with open(file, "rb") as stream:
         if stream.read(4) != b"GGUF":
             raise ValueError(damaged(file, "it does not start as a GGUF file does"))
+
+
+def check_gguf_tensors(file: str) -> None:
+    """Refuse a .gguf file whose header or tensors are not all there. Raises ValueError."""
+    import gguf
+
+    try:
+        gguf.GGUFReader(file)
+    except Exception as problem:  # numpy's errors, of many kinds, about bytes that are not there
+        raise ValueError(damaged(file, problem)) from None
 
 
 def damaged(file, problem: Exception | str) -> str:
