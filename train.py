@@ -28,7 +28,7 @@ from settings import Settings, resume
 
 USERS_MISTAKE = 2  # exit code
 # Mappings with keys of the user's own. Hydra would want a + before a key that the files do not have.
-FREE_KEYS = tuple(f"{name}." for name, key in settings.SCHEMA.items() if key.free)
+FREE_KEYS = tuple(f"{name}{sign}" for name, key in settings.SCHEMA.items() if key.free for sign in (".", "={"))
 GROUPS = ("model", "loss", "fsdp", "experiment")
 
 _on_command_line = False

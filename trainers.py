@@ -64,7 +64,7 @@ class BasicTrainer(PreparedRun):
         """Gradients of a step, summed over its micro-batches. Returns the metric sums of this rank, and each
         micro-batch with its examples' losses [E].
         """
-        sums = self.objective.accumulator("train", [data.name for data in self.datasets["train"]], self.device)
+        sums = self.objective.accumulator("train", [data.short_name for data in self.datasets["train"]], self.device)
         seen: list[tuple[MicroBatch, torch.Tensor]] = []
         # Placements average gradients over data ranks; with this factor every example of the step weighs the same.
         factor = self.placement.data_ranks * self.loss_scale.value / step.n_examples

@@ -308,7 +308,8 @@ def lock(run_dir, patience=10.0):
     deadline = time.monotonic() + patience
     while True:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not lockf, whose lock is dropped when this process closes any other handle on the file.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):

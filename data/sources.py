@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import private_apis
+from data.dataset_names import key_of
 from data.files import column_names, describe, fingerprint_files, looks_like_path, read_rows, row_location
 from data.format_detection import CANONICAL_COLUMNS
 from data.options import DataOptions
@@ -318,7 +319,7 @@ def _hub_rows(name: str, target: str, split: str, responses_only: bool) -> tuple
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise ValueError(
             f"data set {name}: cannot load {target} from the Hugging Face Hub ({type(error).__name__}: "
-            f"{first}). Without a network give a local copy: data.paths.{_key(name)}=FILE_OR_FOLDER "
+            f"{first}). Without a network give a local copy: {key_of('data.paths', name, [name], 'FILE_OR_FOLDER')} "
             f"(json, jsonl, csv, parquet or a saved `datasets` folder). If the data set has "
             f"configurations, name one: {repository}:NAME"
         ) from error
@@ -331,8 +332,3 @@ def _hub_rows(name: str, target: str, split: str, responses_only: bool) -> tuple
     if found is None:
         return _HubRows(next(iter(loaded.values())), name), separate
     return _HubRows(loaded[found], f"{name} ({found})"), separate
-
-
-def _key(name: str) -> str:
-    """A name as one would write it as a config key."""
-    return name if re.fullmatch(r"\w+", name) else f"'{name}'"

@@ -73,6 +73,7 @@ class TokenizedDataset:
 
     def __init__(self, folder, name: str, split: str):
         self.folder, self.name, self.split = Path(folder), name, split
+        self.short_name = name  # in metrics
         manifest = token_cache.read_manifest(self.folder)
         self.key: str = manifest["content"]
         self.counts: dict[str, int] = manifest["counts"]

@@ -9,6 +9,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 import utils
+from data.dataset_names import by_full_name, short_names
 from settings import paths
 from settings.config_files import defaults, options
 from settings.schema import SCHEMA, Settings
@@ -50,8 +51,35 @@ def resolve(config: DictConfig) -> dict:
         )
     if missing:
         raise ValueError(f"{missing[0]} is missing: this run needs a value for it ({missing[0]}=...)")
+    _name_datasets(values)
     paths.in_full(values)
+    _name_metrics(values)
     return values
+
+
+def _name_datasets(values: dict) -> None:
+    """Put what is said of a data set, by whatever name, under the one name that is used."""
+    names, data = values.get("datasets"), values.get("data")
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names) and isinstance(data, dict)):
+        return  # which the check of types reports
+    for key in ("paths", "columns", "weights"):
+        if isinstance(data.get(key), dict):
+            # A column of all data sets may have the name of one of them; it has a text for its value.
+            flat = {name: value for name, value in data[key].items() if key == "columns" and isinstance(value, str)}
+            data[key] = flat | by_full_name({name: data[key][name] for name in data[key] if name not in flat}, names)
+
+
+def _name_metrics(values: dict) -> None:
+    """Put metrics of a data set under its short name, which they have whatever it was called."""
+    names, data = values.get("datasets"), values.get("data")
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names) and isinstance(data, dict)):
+        return
+    shorts = short_names(names, data.get("paths") or ())
+    for section, key in (("early_stopping", "metric"), ("checkpoint", "best_metric")):
+        metric = values[section].get(key) if isinstance(values[section], dict) else None
+        for name, short in zip(names, shorts, strict=True):
+            if isinstance(metric, str) and metric.endswith(f"/{name}"):
+                values[section][key] = metric.removesuffix(name) + short
 
 
 def recorded_form(config: DictConfig) -> dict:

@@ -289,6 +289,16 @@ def test_two_runs_cannot_write_into_one_folder(tmp_path):
     assert in_a_child(lambda: step_folders.lock(tmp_path, patience=0.1)) == 0
 
 
+def test_a_run_folder_stays_taken_when_its_lock_file_is_opened_and_closed_by_others(tmp_path):
+    held = step_folders.lock(tmp_path)
+    open(tmp_path / step_folders.LOCK).close()  # as copying the folder would
+    with pytest.raises(ValueError, match="another run is writing"):
+        step_folders.lock(tmp_path, patience=0)  # and a second run of this process
+    assert in_a_child(lambda: step_folders.lock(tmp_path, patience=0)) != 0
+    held.close()
+    step_folders.lock(tmp_path, patience=0).close()
+
+
 def test_saving_in_the_background_keeps_the_weights_of_its_moment(tmp_path, monkeypatch):
     model = tiny("llama")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -4,9 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import compose_config
 from data_in_memory import pairs_data
 
+import train
+from data.dataset_names import key_of, short_names
 from data.sampler import DatasetMixture
+from settings.convert import resolve
 from training.data_loading import check_weights, make_steps
 
 
@@ -24,6 +28,64 @@ def held_out_rows(seed, n_eval_examples=10):
     steps = make_steps(config, *sets, tokenizer, "pairs", placement, "plain", 1000).held_out
     assert steps is not None
     return np.concatenate([steps.example_indices(number) for number in range(steps.n_steps)]).tolist()
+
+
+@pytest.mark.parametrize(
+    "names, shorts",
+    [
+        (["hh", "owner/name", "owner/name:part"], ["hh", "owner/name", "owner/name:part"]),
+        (["/data/x/p.jsonl", "~/q.parquet", "hh"], ["p", "q", "hh"]),
+        (["/a/x/train.jsonl", "/a/y/train.jsonl.gz", "./folder/"], ["x/train", "y/train", "folder"]),
+        (["/a/x/d/t.csv", "/b/x/d/t.csv", "/c/y/t.csv"], ["a/x/d/t", "b/x/d/t", "y/t"]),
+        (["./p.jsonl", "./p.csv"], ["./p.jsonl", "./p.csv"]),
+        (["/a/hh.jsonl", "hh"], ["a/hh", "hh"]),
+    ],
+)
+def test_names_in_metrics_are_short_and_unlike_each_other(names, shorts):
+    assert short_names(names) == shorts
+
+
+def test_a_folder_has_one_short_name_wherever_the_run_goes_on():
+    assert short_names(["data/pairs", "hh"], {"data/pairs": "/x/data/pairs", "hh": "/y"}) == ["pairs", "hh"]
+
+
+PATHS = ["/data/p.jsonl", "/data/q.v2.csv", "owner/name:part"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["data.weights.p=2", "data.weights.q.v2=3", "data.weights.name=4"],
+        ["data.weights.p.jsonl=2", "data.weights.q.v2.csv=3", "data.weights.name=4"],
+        ["data.weights={p:2,q.v2:3,name:4}"],
+        ["data.weights={/data/p.jsonl:2}", "data.weights={/data/q.v2.csv: 3, name: 4}"],
+    ],
+)
+def test_a_data_set_goes_by_any_of_its_names_in_keys(arguments):
+    given = train.arguments_for_hydra([*arguments, f"datasets=[{','.join(PATHS)}]", "loss=sft", "model=tiny"])
+    values = resolve(compose_config(*given))
+    assert values["data"]["weights"] == dict(zip(PATHS, (2, 3, 4)))
+
+
+def test_columns_of_one_data_set_and_of_all_are_told_apart():
+    columns = ["data.columns.p.jsonl.chosen=better", "data.columns.prompt=question"]
+    given = train.arguments_for_hydra([*columns, "datasets=[/x/p.jsonl,/x/prompt.jsonl]", "loss=sft", "model=tiny"])
+    assert resolve(compose_config(*given))["data"]["columns"] == {
+        "/x/p.jsonl": {"chosen": "better"},
+        "prompt": "question",
+    }
+
+
+def test_what_a_message_says_about_a_weight_can_be_typed():
+    for names in (["/a/p.jsonl"], ["owner/name:x"], ["/a/my data.jsonl"], ["hh"], ["/a/x/t.jsonl", "/a/y/t.jsonl"]):
+        written = key_of("data.weights", names[0], names, 2).strip("'")
+        given = train.arguments_for_hydra([written, f"datasets={[*names]}", "loss=sft", "model=tiny"])
+        assert resolve(compose_config(*given))["data"]["weights"] == {names[0]: 2}
+
+
+def test_a_metric_of_a_path_recorded_by_its_whole_name_is_understood():
+    given = ["datasets=[/x/p.jsonl,hh]", "early_stopping.metric=loss/eval//x/p.jsonl", "loss=sft", "model=tiny"]
+    assert resolve(compose_config(*given))["early_stopping"]["metric"] == "loss/eval/p"
 
 
 def test_the_same_held_out_rows_are_evaluated_whatever_the_seed():

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from data.batching import MicroBatch, PromptUnit, pack, pad
+from data.dataset_names import short_names
 from data.examples import ONE_RESPONSE
 from data.options import mixture_weights
 from data.sampler import BatchSampler, DatasetMixture
@@ -49,7 +50,8 @@ def load_datasets(
             f"{'; '.join(str(dataset.counts) for dataset in datasets['train'])}"
         )
     for split, found in datasets.items():
-        for dataset in found:
+        for dataset, short_name in zip(found, short_names(config.datasets, config.data.paths), strict=True):
+            dataset.short_name = short_name
             check_same(dataset.key, f"the tokenised {split} data of {dataset.name}", world)
             reporter.counts(dataset.name, split, dataset.counts)
             for text in dataset.notices:

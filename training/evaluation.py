@@ -40,7 +40,7 @@ class Evaluation:
         self.config, self.objective, self.tokenizer = config, objective, tokenizer
         self.sampler, self.idle_batch = sampler, idle_batch
         self.placement, self.reporter = placement, reporter
-        self.dataset_names = [dataset.name for dataset in datasets]
+        self.dataset_names = [dataset.short_name for dataset in datasets]
 
     @torch.no_grad()
     def metrics(

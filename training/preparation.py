@@ -108,7 +108,7 @@ class PreparedRun:
             self.notice(problem)
         self.objective = Objective(self.loss, self.loss_options, self.policy)
         drawn = self.eval_sampler.datasets_drawn() if self.eval_sampler else ()
-        check_watched_metrics(config, [self.datasets["eval"][index].name for index in sorted(drawn)])
+        check_watched_metrics(config, [self.datasets["eval"][index].short_name for index in sorted(drawn)])
         self.evaluation: Evaluation | None = None
         if self.eval_sampler is None:
             self.notice("There are no held-out examples: nothing is evaluated or sampled.")

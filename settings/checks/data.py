@@ -1,5 +1,6 @@
 """Checks of the data sets, batches and the length of training."""
 
+from data.dataset_names import key_of
 from settings.checks.common import looks_like_path, must_exist
 from settings.key import is_number
 from settings.messages import near_miss, show
@@ -11,7 +12,8 @@ def check(settings: Settings) -> None:
         raise ValueError("datasets=[] names no data: give at least one, such as datasets=[hh]")
     for name in settings.datasets:
         if settings.datasets.count(name) > 1:
-            raise ValueError(f"datasets names {name} twice; to draw it more often use data.weights.{name}=2")
+            weight = key_of("data.weights", name, settings.datasets, 2)
+            raise ValueError(f"datasets names {name} twice; to draw it more often use {weight}")
     for name, path in settings.data.paths.items():
         _must_be_named(settings, "data.paths", name)
         if not isinstance(path, str) or not path:

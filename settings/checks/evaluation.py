@@ -1,5 +1,6 @@
 """Checks of the loss, evaluations, early stopping and what happens at values that are not finite."""
 
+from data.dataset_names import short_names
 from losses import find_loss
 from settings.checks.common import refuse_change
 from settings.messages import near_miss
@@ -23,7 +24,12 @@ def check(settings: Settings) -> None:
         allowed = loss.metric_names("eval")
         if metric in allowed:
             continue
-        of_one = [m for m in allowed for data in settings.datasets if metric == f"{m}/{data}"]
+        of_one = [
+            m
+            for m in allowed
+            for data in short_names(settings.datasets, settings.data.paths)
+            if metric == f"{m}/{data}"
+        ]
         if of_one and len(settings.datasets) > 1:
             continue
         # With several data sets each metric also comes for each of them alone, under <metric>/<data set>.
