@@ -303,7 +303,7 @@ def test_export(tmp_path, family):
         export(hf, tmp_path / "d"),
     ]
     # a run with weights only: its config.yaml names the model
-    config = f"model: {{name_or_path: {run}/LATEST/hf}}\ndata: {{chat_template: null}}\n"
+    config = f"model: {{name_or_path: {run}/LATEST/hf}}\nloss: {{name: sft}}\ndata: {{chat_template: null}}\n"
     (bare.parent / "config.yaml").write_text(config)
     exported.append(export(bare, tmp_path / "e"))
     only_state = saved_run(tmp_path / "only_state", model, ["state"])
