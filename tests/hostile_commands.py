@@ -105,6 +105,30 @@ def misspelt(chance: random.Random, key: str) -> str:
     )
 
 
+def fitting(chance: random.Random, key: str) -> str:
+    """A value of the type that a key has."""
+    import settings
+
+    declared = settings.SCHEMA.get(key)
+    if declared is None:
+        return chance.choice(("0.1", "0.2", "true", "false"))
+    values = [str(choice) for choice in declared.choices] + ["null"] * declared.null
+    low, high = declared.low or 0, min(declared.high or 1000, 1000)
+    if declared.kind == "integer":
+        values += [str(int(low)), str(int(low) + 1), str(chance.randrange(int(low), int(high) + 1))]
+    elif declared.kind == "number":
+        values += [repr(low + (high - low) * chance.random()), repr(low), "1e-3"]
+    elif declared.kind == "flag":
+        values += ["true", "false"]
+    elif declared.kind == "names":
+        values += ["[]", "[a]", "[rows.jsonl]", "['*']", "[state]", "[policy,hf]"]
+    elif declared.kind == "mapping":
+        values += ["{}", "{a:1}", "{rows.jsonl:2}", "{prompt:chosen}"]
+    elif not values or declared.kind == "text":
+        values += ["AdamW", "loss/eval", "rows.jsonl", "runs", "x"]
+    return chance.choice(values)
+
+
 def argument(chance: random.Random) -> str:
     way = chance.random()
     if way < 0.3:
@@ -114,7 +138,8 @@ def argument(chance: random.Random) -> str:
         key = misspelt(chance, key)
     if chance.random() < 0.1:
         key = chance.choice(("+", "++", "~", "-", "--", " ", "@", "a.", ".")) + key
-    value = chance.choice(VALUES) if chance.random() < 0.85 else text(chance)
+    way = chance.random()
+    value = fitting(chance, key) if way < 0.5 else chance.choice(VALUES) if way < 0.9 else text(chance)
     if chance.random() < 0.1:
         value = f"'{value}'"
     return f"{key}={value}"
@@ -210,7 +235,7 @@ def would_train(config) -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2))
     made = optimizer.make_optimizer(config, [{"params": [weight]}])
     for step in (0, 1, 7):
-        rate = optimizer.learning_rate(config, step, 10)
+        rate = optimizer.learning_rate(config, step, step, 10)
         assert 0 <= rate <= config.lr, f"learning rate {rate}"
     weight.grad = torch.full_like(weight, 0.1)
     made.step()
