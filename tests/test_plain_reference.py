@@ -350,7 +350,7 @@ def test_two_processes_change_nothing(place, pools, kind, name, options):
     if "reference.mode=online" not in options:  # a cold cache, or these ranks would read what one process computed
         options = [*options, f"reference.cache_dir={new_run_dir(place)}"]
     words = options_of(place, kind, *placement(name, 2), *options)
-    ranks = train_together(pools(2), place, *words, prepare=note_numbers)
+    ranks = train_together(pools(2), place, *words, prepare=note_numbers, timeout=300)
     for run in ranks[:1]:
         check_equal(run, reference(place, kind, run.examples, Objective("dpo")))
     assert ranks[0].losses == ranks[1].losses
