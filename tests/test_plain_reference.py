@@ -15,8 +15,10 @@ import pytest
 import torch
 from architectures import make
 from plain_reference import Objective, Optimizer
-from runs import new_run_dir, placement, train, train_together
+from runs import new_run_dir, placement, settings_of, train, train_together
 from small_tokenizers import byte_level
+
+from checkpoint import run_folder
 
 KINDS = (
     "llama_tied",
@@ -322,8 +324,10 @@ def test_a_run_that_was_stopped_and_resumed_equals_the_plain_one(place, kind):
 
         trainer.train_step = interrupted
 
+    options = options_of(place, kind, "debug=false", f"local_run_dir={run_dir}")
+    run_folder.make(settings_of(place, *options))
     with pytest.raises(SystemExit):
-        train(place, *options_of(place, kind, "debug=false"), prepare=stopped, run_dir=run_dir)
+        train(place, *options, prepare=stopped, run_dir=run_dir)
     (first,) = runs
     rest = train(
         place, *options_of(place, kind, "debug=false", f"resume={run_dir}"), prepare=note_numbers, run_dir=run_dir
