@@ -324,8 +324,8 @@ def test_a_run_that_was_stopped_and_resumed_equals_the_plain_one(place, kind):
 
         trainer.train_step = interrupted
 
-    options = options_of(place, kind, "debug=false", f"local_run_dir={run_dir}")
-    run_folder.make(settings_of(place, *options))
+    options = options_of(place, kind, "debug=false")
+    run_folder.make(settings_of(place, *options, f"local_run_dir={run_dir}"))
     with pytest.raises(SystemExit):
         train(place, *options, prepare=stopped, run_dir=run_dir)
     (first,) = runs
