@@ -74,6 +74,7 @@ class TokenizedDataset:
     def __init__(self, folder, name: str, split: str):
         self.folder, self.name, self.split = Path(folder), name, split
         self.short_name = name  # in metrics
+        self.own_test_split = ""  # why data.test_fraction has no effect on it
         manifest = token_cache.read_manifest(self.folder)
         self.key: str = manifest["content"]
         self.counts: dict[str, int] = manifest["counts"]
@@ -147,7 +148,9 @@ def load_tokenized(
     final = parent / f"{label}-{split}-{key}"
     problem = token_cache.why_unusable(final, {"format": FORMAT, "key": key})
     if problem is None:
-        return _opened(final, name, split).of_kind(kind)
+        dataset = _opened(final, name, split)
+        dataset.own_test_split = source.own_test_split
+        return dataset.of_kind(kind)
     notice = [f"the token cache {final} is not usable, so it is made again: {problem}"] if problem else []
 
     def make(folder: Path) -> Path:
@@ -176,6 +179,7 @@ def load_tokenized(
     else:
         dataset = _opened(folder, name, split)
     dataset.notices = notice + dataset.notices
+    dataset.own_test_split = source.own_test_split
     return dataset.of_kind(kind)
 
 

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from conftest import compose_config
 from data_in_memory import pairs_data
+from rows import config, write
+from small_tokenizers import byte_level
 
 import train
 from data.dataset_names import key_of, short_names
 from data.sampler import DatasetMixture
+from data.tokenization import load_tokenized
 from settings.convert import resolve
-from training.data_loading import check_weights, make_steps
+from training.data_loading import check_test_fraction, check_weights, make_steps
 
 
 def settings(**changes):
@@ -23,9 +26,9 @@ def settings(**changes):
 def held_out_rows(seed, n_eval_examples=10):
     placement = SimpleNamespace(data_rank=0, data_ranks=1, device="cpu")
     tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=0)
-    config = settings(seed=seed, n_eval_examples=n_eval_examples)
+    run = settings(seed=seed, n_eval_examples=n_eval_examples)
     sets = DatasetMixture([pairs_data(30, 1)]), DatasetMixture([pairs_data(30, 2), pairs_data(9, 3)])
-    steps = make_steps(config, *sets, tokenizer, "pairs", placement, "plain", 1000).held_out
+    steps = make_steps(run, *sets, tokenizer, "pairs", placement, "plain", 1000).held_out
     assert steps is not None
     return np.concatenate([steps.example_indices(number) for number in range(steps.n_steps)]).tolist()
 
@@ -99,8 +102,31 @@ def test_a_weight_that_would_draw_nothing_is_refused():
 
     count = len(data("a").examples)
     weights = SimpleNamespace(weights={"a": 0.4 / count})
-    config = SimpleNamespace(data=weights, datasets=["a", "b"], n_epochs=1, n_examples=None)
+    run = SimpleNamespace(data=weights, datasets=["a", "b"], n_epochs=1, n_examples=None)
     with pytest.raises(ValueError, match=rf"data.weights: .* examples of a is less .* Give it {1 / count:.2g} or more"):
-        check_weights(config, [data("a"), data("b")])
-    config.n_epochs = 3  # 1.2 examples
-    check_weights(config, [data("a"), data("b")])
+        check_weights(run, [data("a"), data("b")])
+    run.n_epochs = 3  # 1.2 examples
+    check_weights(run, [data("a"), data("b")])
+
+
+def test_a_share_to_hold_out_beside_a_test_split_is_refused_or_reported(tmp_path):
+    row = [{"prompt": "q", "chosen": "a", "rejected": "b"}]
+    for name in ("split/train", "split/test", "whole"):
+        write(tmp_path / f"{name}.jsonl", row)
+    split, whole = str(tmp_path / "split"), str(tmp_path / "whole.jsonl")
+    notices = []
+
+    def check(*names, fraction=0.2, resume=None):
+        options = config(tmp_path, test_fraction=fraction)
+        found = [load_tokenized(name, "train", byte_level(), options, "pairs") for name in names]
+        check_test_fraction(SimpleNamespace(data=options.data, resume=resume), found, notices.append)
+
+    for _ in range(2):  # made anew, and from the cache
+        with pytest.raises(ValueError, match=r"data.test_fraction=0.2 has no effect on .*split: it has a test split"):
+            check(split)
+    check(split, fraction=0.05)
+    check(whole)
+    assert not notices
+    check(split, whole)
+    check(split, resume="RUN")  # an older version began the run
+    assert len(notices) == 2 and all("has no effect on" in text and "whole" not in text for text in notices)

@@ -19,6 +19,7 @@ from modeling import loading
 from modeling.attention_kernels import is_packed
 from parallel.placement import Placement
 from settings import Settings
+from settings.config_files import default
 from utils import World, check_same
 
 EVALUATION_SEED = 0
@@ -57,7 +58,20 @@ def load_datasets(
             for text in dataset.notices:
                 reporter.notice(text)
     check_weights(config, datasets["train"])
+    check_test_fraction(config, datasets["train"], reporter.notice)
     return datasets
+
+
+def check_test_fraction(config: Settings, datasets: list, notice: Callable[[str], None]) -> None:
+    """Refuse a share to hold out that no data set takes; report which ones do not."""
+    fraction, usual = config.data.test_fraction, default("data.test_fraction")
+    without = [f"{dataset.name}: {dataset.own_test_split}" for dataset in datasets if dataset.own_test_split]
+    if fraction == usual or not without:
+        return
+    text = f"data.test_fraction={fraction:g} has no effect on {'; '.join(without)}."
+    if len(without) == len(datasets) and not config.resume:
+        raise ValueError(f"{text} Leave data.test_fraction={usual:g}, or give files without a test split.")
+    notice(text)
 
 
 def check_weights(config: Settings, datasets: list) -> None:
