@@ -20,8 +20,10 @@ import os
 import stat
 import time
 import zlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from utils import checksum, hasher, write_atomically
 
@@ -88,7 +90,7 @@ def read_rows(file, wanted=None):
     check_regular(file)
     try:
         if kind in ("parquet", "arrow"):
-            yield from {"parquet": _read_parquet, "arrow": _read_arrow}[kind](file, wanted)
+            yield from (_read_parquet if kind == "parquet" else _read_arrow)(file, wanted)
         else:
             with _opened(file) as stream:
                 yield from _TEXT_READERS[kind](file, stream)
@@ -129,7 +131,8 @@ def _opened(file: Path):
         import pyarrow
 
         return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
-    return {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open, "": open}[packed](file, "rb")
+    openers: dict[str, Callable[..., Any]] = {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open, "": open}
+    return openers[packed](file, "rb")
 
 
 def _lines(file, stream):
@@ -259,7 +262,7 @@ def _read_csv(file, stream, delimiter=","):
         raise ValueError(f"{file}, line {reader.line_num}: invalid CSV ({error})") from error
 
 
-_TEXT_READERS = {
+_TEXT_READERS: dict[str, Callable[..., Any]] = {
     "jsonl": _read_json_lines,
     "ndjson": _read_json_lines,
     "json": _read_json,

@@ -12,8 +12,8 @@ def check(settings: Settings) -> None:
         raise ValueError("datasets=[] names no data: give at least one, such as datasets=[hh]")
     for name in settings.datasets:
         if settings.datasets.count(name) > 1:
-            weight = key_of("data.weights", name, settings.datasets, 2)
-            raise ValueError(f"datasets names {name} twice; to draw it more often use {weight}")
+            advice = key_of("data.weights", name, settings.datasets, 2)
+            raise ValueError(f"datasets names {name} twice; to draw it more often use {advice}")
     for name, path in settings.data.paths.items():
         _must_be_named(settings, "data.paths", name)
         if not isinstance(path, str) or not path:
