@@ -247,3 +247,18 @@ def dataset_fingerprint(dataset) -> str:
     for row in dataset:
         content.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
     return content.hexdigest()[:16]
+
+
+# ---- Chat templates -------------------------------------------------------------------------------------------------
+
+
+def compiled_chat_template(template: str):
+    """A chat template as `apply_chat_template` compiles it (`_compile_jinja_template`): a Jinja template to render.
+
+    `apply_chat_template` takes nothing but JSON values, so the function `strftime_now` cannot be replaced through it.
+    None where it is missing: templates then write the date of the day on which they are rendered.
+    """
+    from transformers.utils import chat_template_utils
+
+    compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+    return compile_template(template) if compile_template else None

@@ -65,6 +65,8 @@ def main(composed: DictConfig) -> float | None:
         config = settings.finalize(composed)
         if in_sweep and config.wandb.group is None and _sweep_dirs:
             config = settings.replace(config, {"wandb.group": os.path.basename(_sweep_dirs[-1])})
+        if config.data.template_date is None:  # recorded, so that a run that is resumed keeps it
+            config = settings.replace(config, {"data.template_date": time.strftime("%Y-%m-%d")})
         if config.plan:
             if is_main_process():
                 from planning import command

@@ -5,10 +5,13 @@ import copy
 import shutil
 from pathlib import Path
 
+from data.text_encoding import end_of_turn_id
+
 
 @contextlib.contextmanager
-def _plain_config(model):
-    """For a while, gives the model a config and a generation config that describe plain, unquantised weights."""
+def _plain_config(model, tokenizer):
+    """For a while, gives the model a config and a generation config that describe plain, unquantised weights, whose
+    texts end as they were trained to end."""
     original, quantizer = (model.config, model.generation_config), vars(model).pop("hf_quantizer", None)
     config, generation = copy.deepcopy(original[0]), copy.deepcopy(original[1])
     for key in ("quantization_config", "distributed_config"):
@@ -16,6 +19,7 @@ def _plain_config(model):
             delattr(config, key)
     try:
         if generation is not None:
+            generation.eos_token_id = _stop_ids(generation.eos_token_id, tokenizer)
             try:
                 generation.validate(strict=True)
             except ValueError:  # a temperature with do_sample false, as many models carry, is refused on saving
@@ -26,6 +30,16 @@ def _plain_config(model):
         model.config, model.generation_config = original
         if quantizer is not None:
             model.hf_quantizer = quantizer
+
+
+def _stop_ids(known, tokenizer):
+    """eos_token_id of a generation config: what it was, the tokenizer's EOS, and the end of a turn in its template."""
+    if tokenizer is None:
+        return known
+    ids = list(known) if isinstance(known, (list, tuple)) else [known]
+    trained = tokenizer.eos_token_id, end_of_turn_id(tokenizer)
+    ids = list(dict.fromkeys(number for number in (*ids, *trained) if number is not None))
+    return ids[0] if len(ids) == 1 else ids or None
 
 
 def write_hf_folder(model, state, tokenizer, folder):
@@ -44,7 +58,7 @@ def write_hf_folder(model, state, tokenizer, folder):
     bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with _plain_config(model):
+        with _plain_config(model, tokenizer):
             model.save_pretrained(folder, state_dict=dict(state))
     finally:
         logging.enable_progress_bar() if bar else None

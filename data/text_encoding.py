@@ -5,6 +5,8 @@ chat marker) is encoded as the plain characters it is; only the chat template's 
 the EOS at a response's end become control tokens. transformers' tokenizers would take such text for control tokens.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -12,13 +14,23 @@ from contextlib import contextmanager
 from functools import cached_property
 
 from data.chat_templates import ChatRenderer, RenderedGroup
+from data.options import DataSection
+from data.template_calls import ChatTemplate, read_chat_template, unused_characters
 from utils import checksum
 
 
 class TextEncoder:
     """Encodes with one tokenizer. Raises ValueError for a tokenizer that has no EOS token."""
 
-    def __init__(self, tokenizer, chat_template: str | None = None):
+    def __init__(
+        self,
+        tokenizer,
+        chat_template: str | None = None,
+        *,
+        allow_control_tokens: bool = False,
+        apply_template: bool = False,
+        template_date: str | None = None,
+    ):
         self.tokenizer = tokenizer
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -27,15 +39,26 @@ class TextEncoder:
             )
         self.eos_id = int(tokenizer.eos_token_id)
         self.prefix = self._added_prefix()
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        control = {token.content: int(number) for number, token in added.items() if token.special}
-        control.update(zip(tokenizer.all_special_tokens, map(int, tokenizer.all_special_ids)))
-        self.control = {text: number for text, number in control.items() if text}
+        template = ChatTemplate(tokenizer, chat_template, template_date)
+        self.control = control_tokens(tokenizer, template)
+        added = _added_tokens(tokenizer)
         self._strips = {token.content: (token.lstrip, token.rstrip) for token in added.values()}
-        longest_first = sorted(self.control, key=len, reverse=True)
-        self._control_text = re.compile("|".join(map(re.escape, longest_first)))
+        self._control_text = _any_of(self.control)
         self._forbidden = set(self.control.values()) - {tokenizer.unk_token_id}
-        self.renderer = ChatRenderer(tokenizer, chat_template, self._control_text)
+        self.renderer = ChatRenderer(
+            template, self._control_text, tokenizer.eos_token, allow_control_tokens, apply_template
+        )
+
+    @classmethod
+    def of_options(cls, tokenizer, data: DataSection) -> TextEncoder:
+        """The encoder that the keys under `data` ask for."""
+        return cls(
+            tokenizer,
+            read_chat_template(data.chat_template),
+            allow_control_tokens=data.allow_control_tokens,
+            apply_template=data.apply_template,
+            template_date=data.template_date,
+        )
 
     @cached_property
     def _serialized(self) -> str | None:
@@ -102,10 +125,18 @@ class TextEncoder:
             vocabulary,
             self.prefix,
             self.eos_id,
-            self.renderer.template,
+            self.renderer.template.text,
+            self.renderer.template.date,
+            self.renderer.allow_control_tokens,
+            self.renderer.apply_template,
             sorted(self.control.items()),
         ]
         return checksum(json.dumps(parts).encode(errors="surrogatepass"))
+
+    def ends(self, ids: list[int]) -> bool:
+        """Whether the last token is a control token that nobody writes on after; a BOS is none."""
+        last = ids[-1] if ids else None
+        return last == self.eos_id or (last in self._forbidden and last != self.tokenizer.bos_token_id)
 
     # ---- text -> ids -------------------------------------------------------------------------------------------
 
@@ -197,6 +228,42 @@ class TextEncoder:
         before = group.prompt[: len(group.prompt) - len(header)]
         rendered = RenderedGroup(before, [], group.control_tokens, placeholders=group.placeholders)
         return len(prompt_ids) - common_length(self.encode_groups([rendered])[0][0], prompt_ids)
+
+
+def _added_tokens(tokenizer) -> dict:
+    """{id: token with its settings} of the tokens that are no part of the vocabulary that was learnt."""
+    return getattr(tokenizer, "added_tokens_decoder", {})
+
+
+def _any_of(texts) -> re.Pattern:
+    """Matches any of the texts, the longest first; nothing if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def control_tokens(tokenizer, template: ChatTemplate) -> dict[str, int]:
+    """{text: id} of the tokens that only the template, the tokenizer or we may write: the tokenizer's special ones, and
+    those that open and end turns in the template though they were added as ordinary ones (special=False)."""
+    added = {token.content: (int(number), token.special) for number, token in _added_tokens(tokenizer).items()}
+    control = {text: number for text, (number, special) in added.items() if special}
+    control.update(zip(tokenizer.all_special_tokens, map(int, tokenizer.all_special_ids)))
+    turns = template.turn_marks([text for text in added if text and text not in control])
+    control.update({text: added[text][0] for text in turns})
+    return {text: number for text, number in control.items() if text}
+
+
+def end_of_turn_id(tokenizer) -> int | None:
+    """The id of the token that ends the assistant's turn in the tokenizer's chat template; None if there is none."""
+    template = ChatTemplate(tokenizer)
+    if not template.text or not hasattr(tokenizer, "apply_chat_template"):
+        return None
+    control = control_tokens(tokenizer, template)
+    free = unused_characters(template.text, *control)
+    try:
+        _, tail = template.around_answer([{"role": "user", "content": next(free) * 3}], next(free) * 3)
+    except ValueError:
+        return None
+    end = _any_of(control).search(tail)
+    return control[end.group()] if end else None
 
 
 def common_length(left: list[int], right: list[int]) -> int:

@@ -4,7 +4,8 @@ The rules (each has a test):
 - prompt + response is encoded whole and split where the prompt ends. Where the tokenizer merges across that boundary,
   the prompt is the longest token prefix that the prompt alone and every prompt + response share.
 - at most one BOS, where the tokenizer itself would add one; exactly one EOS at a response's end (in a conversation, the
-  chat template's own end-of-turn token). Text that looks like a control token is text.
+  chat template's own end-of-turn token). Text that looks like a control token is text, unless
+  data.allow_control_tokens lets it be one in texts that no template lays out.
 - a group whose prompt + longest response exceeds max_length has its prompt cut to max_prompt_length (its end or its
   start stays; BOS and the assistant's header always do), then each response gets all the rest of max_length. A response
   that was cut has no EOS.
@@ -26,7 +27,6 @@ from pathlib import Path
 import numpy as np
 
 from data import token_cache
-from data.chat_templates import read_chat_template
 from data.examples import examples_of_kind, own_examples, preferences_of
 from data.options import DataOptions
 from data.row_formats import PromptGroup
@@ -140,7 +140,7 @@ def load_tokenized(
     responses_only = kind == "responses"
     source = open_source(name, split, config, responses_only)
     limits = Limits(config.max_length, config.max_prompt_length, source.truncation, config.data.on_overlong)
-    encoder = TextEncoder(tokenizer, read_chat_template(config.data.chat_template))
+    encoder = TextEncoder.of_options(tokenizer, config.data)
     identity = [FORMAT, source.fingerprint, encoder.digest(), responses_only, vars(limits)]
     key = checksum(json.dumps(identity, sort_keys=True).encode())
     parent = cache_folder(config)

@@ -41,8 +41,11 @@ def fit_group(
     length = min(common_length(prompt_ids, full) for full in fulls)
     if length < len(prompt_ids):
         counts["merged_boundaries"] += 1
-    responses = [full[length:] + ([] if rendered.terminated else [encoder.eos_id]) for full in fulls]
-    prefix = [] if rendered.control_tokens else encoder.prefix
+    ended = [encoder.ends(full) if rendered.terminated is None else rendered.terminated for full in fulls]
+    responses = [full[length:] + ([] if end else [encoder.eos_id]) for full, end in zip(fulls, ended)]
+    prefix = [] if rendered.from_template else encoder.prefix
+    if prompt_ids[: len(prefix)] == prefix:  # the text has its own
+        prefix = []
     prompt = prefix + prompt_ids[:length]
     if not prompt:
         # The first response token needs something before it: what the model takes for the start of a text.

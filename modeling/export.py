@@ -20,14 +20,17 @@ def _run_config(source, base, trust_remote_code) -> Settings:
     source = Path(source).expanduser().absolute()
     places = [source, *source.parents[:2]]
     places += [place / step_folders.LATEST for place in places]
+    run = next((str(place) for place in places if (place / "config.yaml").exists()), None)
+    # A folder with a tokenizer of the run's own has its chat template; a base that is named may have another.
+    template = recorded(run).data.chat_template if run and base is not None else None
     for place in (place / name for place in places for name in ("", "hf")):
         if base is None and (place / "config.json").exists():
             base = str(place)
     if base is not None:
-        return from_dict(complete({"model": {"name_or_path": base, "trust_remote_code": trust_remote_code}}))
-    for place in places:
-        if (place / "config.yaml").exists():
-            return replace(recorded(str(place)), {"model.trust_remote_code": trust_remote_code})
+        model = {"name_or_path": base, "trust_remote_code": trust_remote_code}
+        return from_dict(complete({"model": model, "data": {"chat_template": template}}))
+    if run:
+        return replace(recorded(run), {"model.trust_remote_code": trust_remote_code})
     raise ValueError(
         f"{source} holds weights only, and no hf/ or config.yaml lies beside it: name the model that it "
         "was trained from with --base"
@@ -40,9 +43,6 @@ def _open_base(source, base, trust_remote_code):
 
     run = _run_config(source, base, trust_remote_code)
     tokenizer = load_tokenizer(run)
-    template = run.data.chat_template
-    if template:
-        tokenizer.chat_template = Path(template).read_text() if os.path.isfile(template) else template
     try:
         generation = GenerationConfig.from_pretrained(source_of(run)) if source_of(run) else None
     except (OSError, ValueError):
@@ -77,6 +77,9 @@ def export(source, folder, dtype=None, base=None, trust_remote_code=False):
             )
         refuse_misfit(model, report, found)
         tokenizer = AutoTokenizer.from_pretrained(base or found, trust_remote_code=trust_remote_code)
+        template = Path(found) / "chat_template.jinja"
+        if template.exists():
+            tokenizer.chat_template = template.read_text(encoding="utf-8")
         state = model.state_dict()
     else:
         config, generation, tokenizer = _open_base(source, base, trust_remote_code)

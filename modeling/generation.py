@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 import private_apis
+from data.text_encoding import end_of_turn_id
 from modeling.sharded import reshard_after_eval
 from utils import World, all_reduce_sum, gather_objects
 
@@ -142,7 +143,8 @@ def stop_token_ids(model, tokenizer) -> set[int]:
     template = getattr(tokenizer, "chat_template", None) or ""
     vocabulary = tokenizer.get_vocab()
     ids.update(vocabulary[token] for token in END_OF_TURN if token in str(template) and token in vocabulary)
-    return ids
+    end = end_of_turn_id(tokenizer)
+    return ids if end is None else ids | {end}
 
 
 def decode(tokenizer, prompt: np.ndarray, continuation: list[int]) -> str:

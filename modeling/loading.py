@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from checkpoint.archives import locate, read_fitting
 from checkpoint.names import refuse_misfit, untied
+from data.template_calls import read_chat_template
 from modeling.model_files import (
     cannot_load,
     check_architecture,
@@ -86,11 +87,19 @@ def files_of(name: str) -> tuple[str, dict]:
 
 
 def load_tokenizer(config: Settings):
-    """The run's tokenizer.
+    """The run's tokenizer, with the chat template that the run gives it.
 
     Raises:
         ValueError: it cannot be found (with what to do), has no vocabulary, or no end-of-sequence token.
     """
+    tokenizer = _load_tokenizer(config)
+    template = read_chat_template(config.data.chat_template)
+    if template:
+        tokenizer.chat_template = template  # so that it is saved with the weights
+    return tokenizer
+
+
+def _load_tokenizer(config: Settings):
     name = config.model.tokenizer_name_or_path or source_of(config)
     if name is None:
         return byte_tokenizer()

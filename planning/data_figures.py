@@ -107,14 +107,13 @@ def _first_groups(read, counts):
 
 
 def _sampled_figures(config: Settings, tokenizer, kind: str) -> DataFigures:
-    from data.chat_templates import read_chat_template
     from data.sources import open_source
     from data.text_encoding import TextEncoder
     from data.tokenization import tokenized_chunks
     from data.truncation import Limits
 
     responses_only = kind == "responses"
-    encoder = TextEncoder(tokenizer, read_chat_template(config.data.chat_template))
+    encoder = TextEncoder.of_options(tokenizer, config.data)
     examples = tokens = 0.0
     seen, sources = [], []
     for name, weight in zip(config.datasets, mixture_weights(config), strict=True):

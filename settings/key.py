@@ -31,6 +31,7 @@ class Key:
     null: bool = False
     optional: bool = False  # may be absent: it exists for some options of its group only, or has a default in code
     may_change: bool = False  # when the run is resumed: it has no influence on the weights
+    pinned: bool = False  # null: worked out when a run begins, and kept when it is resumed
     per_node: bool = False  # the processes of one run may have different values
 
     @property

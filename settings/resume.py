@@ -143,7 +143,9 @@ def _read(folder: str) -> dict[str, Any]:
     except Exception as error:  # of the file system, of yaml, of omegaconf, of the decoding of text
         problem = " ".join(str(error).split()) or type(error).__name__
     if problem is None:
-        missing = [name for name in ("model", "loss") if not isinstance(values.get(name), dict)]
+        # Without a loss the defaults have one; a run always records it, a config written for an export need not.
+        sections = {"loss": {}, **values}
+        missing = [name for name in ("model", "loss") if not isinstance(sections.get(name), dict)]
         problem = f"it has no section {missing[0]}" if missing else None
     if problem is not None:
         raise ValueError(
@@ -165,8 +167,9 @@ def changed_keys(config: DictConfig, saved: DictConfig, overrides: list[str]) ->
         config.model = saved.model
     now = flatten(recorded_form(config))
     old = flatten(cast(dict, OmegaConf.to_container(saved, resolve=True)))
+    kept = {key for key, declared in SCHEMA.items() if declared.pinned and OmegaConf.select(config, key) is None}
     changed = {}
-    for key in sorted({*now, *old} - {"resume", "plan"}):
+    for key in sorted({*now, *old} - {"resume", "plan"} - kept):
         if any(name in ("", key) or key.startswith(name + ".") or name.startswith(key + ".") for name in named):
             if now.get(key) != old.get(key):
                 changed[key] = old.get(key), now.get(key)

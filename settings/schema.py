@@ -70,6 +70,11 @@ class DataSettings:
     truncation: Literal["keep_end", "keep_start"] | None = key("end of a long prompt that stays; null: by source")
     on_overlong: Literal["truncate", "drop", "error"] = key("an example too long after its prompt was cut")
     chat_template: str | None = key("a Jinja template or its path; null: the tokenizer's")
+    template_date: str | None = key(
+        "YYYY-MM-DD that a template with strftime_now writes; null: the day the run began", may_change=True, pinned=True
+    )
+    apply_template: bool = key("lay text prompts out with the chat template, too")
+    allow_control_tokens: bool = key("control tokens written in text prompts are real ones")
     cache_dir: str | None = key("tokenised data sets; null: under the local dir", may_change=True, per_node=True)
     num_workers: int | None = key("processes that tokenise; null: one a core", low=1, may_change=True, per_node=True)
 

@@ -45,6 +45,7 @@ def write(path: Path, rows) -> Path:
 DEFAULTS = dict(
     weights={}, paths={}, columns={}, plugins=[], test_fraction=0.05, truncation=None, on_overlong="truncate"
 )
+DEFAULTS |= dict(template_date=None, apply_template=False, allow_control_tokens=False)
 DEFAULTS |= dict(chat_template=None, cache_dir=None, num_workers=1)
 
 

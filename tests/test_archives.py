@@ -21,7 +21,8 @@ from checkpoint.hf_folder import write_hf_folder
 from checkpoint.names import check_keys
 from data.text_encoding import TextEncoder
 from modeling.export import export
-from modeling.loading import byte_tokenizer
+from modeling.loading import byte_tokenizer, load_tokenizer
+from settings import complete, from_dict
 from utils import World
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -282,6 +283,41 @@ def test_a_hugging_face_folder_is_one_of_plain_weights(tmp_path):
     assert os.stat(tmp_path / "hf" / "model.safetensors").st_mode == os.stat(tmp_path / "hf" / "config.json").st_mode
     with pytest.raises(ValueError, match="no transformers model"):
         write_hf_folder(torch.nn.Linear(1, 1), {}, None, tmp_path / "no")
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_generation_stops_where_the_model_was_trained_to_stop(tmp_path, special):
+    """hf/ and exports list the end of a turn among the ends, and carry the run's chat template."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|stop|>"], special_tokens=special)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    stop = tokenizer.convert_tokens_to_ids("<|stop|>")
+    template = tokenizer.chat_template.replace("<|im_end|>", "<|stop|>")
+    chat = {"model": {"name_or_path": str(tmp_path / "tokenizer")}, "data": {"chat_template": template}}
+    model = tiny(vocab_size=len(tokenizer))
+    model.generation_config.eos_token_id = 5
+    model.config.save_pretrained(tmp_path / "tokenizer")
+    run = saved_run(tmp_path / "run", model, tokenizer=load_tokenizer(from_dict(complete(chat))))
+    bare = tmp_path / "bare" / "policy.pt"
+    bare.parent.mkdir()
+    shutil.copy(run / "step-1" / "policy.pt", bare)
+    chat["model"] = {"name_or_path": str(run / "step-1" / "hf"), "tokenizer_name_or_path": str(tmp_path / "tokenizer")}
+    (bare.parent / "config.yaml").write_text(json.dumps(chat))
+    (run / "config.yaml").write_text(json.dumps(chat))
+    folders = [
+        run / "step-1" / "hf",
+        export(run, tmp_path / "a"),
+        export(run, tmp_path / "b", base=str(tmp_path / "tokenizer")),
+        export(bare, tmp_path / "c"),
+        export(bare, tmp_path / "d", base=str(run / "step-1" / "hf")),
+    ]
+    for folder in folders:
+        assert GenerationConfig.from_pretrained(folder).eos_token_id[-2:] == [tokenizer.eos_token_id, stop], folder
+        assert AutoTokenizer.from_pretrained(folder).chat_template == template, folder
+    assert GenerationConfig.from_pretrained(folders[0]).eos_token_id == [5, tokenizer.eos_token_id, stop]
+    assert model.generation_config.eos_token_id == 5  # that of the model in training stays as it is
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

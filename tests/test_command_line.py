@@ -405,6 +405,24 @@ def test_resume_auto(tmp_path):
     assert resumed(tmp_path, "resume=auto").resume == newest != first
 
 
+def test_a_resumed_run_keeps_the_date_of_its_chat_template(tmp_path):
+    folder = a_run(tmp_path, "data.template_date=2026-11-30")
+    for how in ("resume=auto", f"resume={folder}"):
+        found = resumed(tmp_path, how)
+        assert found.resume == folder and found.data.template_date == "2026-11-30"
+    assert compose_config("model=tiny").data.template_date is None, "a new run has its own date"
+    assert resumed(tmp_path, f"resume={folder}", "data.template_date=2026-12-01").data.template_date == "2026-12-01"
+
+
+def test_a_run_records_the_date_on_which_it_begins(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(train, "run", lambda config, **_: ran.append(config))
+    monkeypatch.setattr(train, "check_devices", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["train.py", "model=tiny", f"local_dirs=[{tmp_path}]"])
+    assert train.command_line() == 0
+    assert ran[0].data.template_date == time.strftime("%Y-%m-%d")
+
+
 def test_a_run_that_wrote_nothing_leaves_no_folder(tmp_path):
     folder = a_run(tmp_path)
     run_folder.discard_unused(folder)

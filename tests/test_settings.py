@@ -284,6 +284,8 @@ def test_optimizers_match_torch():
         ("early_stopping.metric=loss/eval/hh", ["single data set", "loss/eval alone"]),
         ("checkpoint.best_metric=loss/eval/hh", ["single data set", "loss/eval alone"]),
         ("datasets=[hh,shp] checkpoint.best_metric=loss/eval/se", ["METRIC/DATASET"]),
+        ("data.apply_template=true data.allow_control_tokens=true", ["data.allow_control_tokens=true", "no effect"]),
+        ("data.template_date=yesterday", ["data.template_date=yesterday", "YYYY-MM-DD"]),
         # given in this command, but left without effect by another setting
         ("guards.collective_timeout_minutes=5", ["guards.collective_timeout_minutes=5", "one process"]),
         ("guards.collective_timeout_minutes=5 trainer=FSDPTrainer world_size=1", ["one process"]),
@@ -302,6 +304,7 @@ def test_optimizers_match_torch():
         ("sampling.temperature=0 sampling.seed=1", ["sampling.seed=1", "temperature=0"]),
         ("optimizer=Rprop schedule=linear", ["schedule=linear", "Rprop"]),
         ("optimizer=Rprop max_grad_norm=1", ["max_grad_norm=1", "Rprop"]),
+        ("data.template_date=\"'2026-12-01'\"", ["data.template_date=2026-12-01", "no effect", "no date"]),
         ("model.local_copy=.", ["model.local_copy", "random_config"]),
         # placement
         ("model.fsdp_policy_mp=bfloat16", ["BasicTrainer", "trainer=FSDPTrainer"]),

@@ -50,6 +50,7 @@ def load_datasets(
             f"datasets={list(config.datasets)} hold no usable training example: "
             f"{'; '.join(str(dataset.counts) for dataset in datasets['train'])}"
         )
+    check_text_options(config, datasets["train"])
     for split, found in datasets.items():
         for dataset, short_name in zip(found, short_names(config.datasets, config.data.paths), strict=True):
             dataset.short_name = short_name
@@ -84,6 +85,16 @@ def check_weights(config: Settings, datasets: list) -> None:
             f"data.weights: {weight:g} of the {count:,} examples of {name} is less than one in the run's {epochs} "
             f"epochs, so that none would be drawn. Give it {1 / count:.2g} or more, or leave {name} out of datasets."
         )
+
+
+def check_text_options(config: Settings, datasets: list) -> None:
+    """Refuse options of text prompts where no prompt is text."""
+    for key, count in (("apply_template", "templated_prompts"), ("allow_control_tokens", "text_prompts")):
+        if getattr(config.data, key) and not any(dataset.counts.get(count) for dataset in datasets):
+            raise ValueError(
+                f"data.{key}=true has no effect: every prompt in datasets={list(config.datasets)} is a conversation, "
+                f"which the chat template lays out in any case. Leave data.{key}=false"
+            )
 
 
 def training_mixture(config: Settings, datasets: list) -> DatasetMixture:

@@ -1,10 +1,12 @@
 """Checks of the data sets, batches and the length of training."""
 
+from datetime import datetime
+
 from data.dataset_names import key_of
 from settings.checks.common import looks_like_path, must_exist
 from settings.key import is_number
 from settings.messages import near_miss, show
-from settings.schema import Settings
+from settings.schema import DataSettings, Settings
 
 
 def check(settings: Settings) -> None:
@@ -28,6 +30,7 @@ def check(settings: Settings) -> None:
             _must_be_named(settings, "data.columns", name)
     if settings.data.chat_template and looks_like_path(settings.data.chat_template):
         must_exist("data.chat_template", settings.data.chat_template)
+    _check_layout(settings.data)
     if settings.max_prompt_length >= settings.max_length:
         raise ValueError(
             f"max_prompt_length={settings.max_prompt_length} leaves no room for a response within "
@@ -43,6 +46,21 @@ def check(settings: Settings) -> None:
     from data import sources  # here, because a mistake found before this point is reported sooner without it
 
     sources.check_dataset_names(settings.datasets, settings)
+
+
+def _check_layout(data: DataSettings) -> None:
+    if data.apply_template and data.allow_control_tokens:
+        raise ValueError(
+            "data.allow_control_tokens=true has no effect with data.apply_template=true: the chat template alone "
+            "writes control tokens then. Leave one of them false"
+        )
+    if data.template_date is not None:
+        try:
+            datetime.strptime(data.template_date, "%Y-%m-%d")
+        except ValueError:
+            raise ValueError(
+                f"data.template_date={data.template_date} is not allowed; allowed: a date YYYY-MM-DD or null"
+            ) from None
 
 
 def _must_be_named(settings: Settings, key: str, name: str) -> None:

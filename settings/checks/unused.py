@@ -57,5 +57,10 @@ def _unused(settings: Settings, world: int | None) -> Iterator[tuple[tuple[str, 
     if settings.optimizer == "Rprop":
         yield ("schedule",), "optimizer=Rprop finds its step sizes by itself: lr is only the first"
         yield ("max_grad_norm",), "optimizer=Rprop goes by the signs of gradients alone"
+    own_template = settings.data.chat_template
+    if own_template and "{" in own_template and "strftime_now" not in own_template:
+        yield ("data.template_date",), "data.chat_template writes no date (it has no strftime_now)"
+    if model.random_config is not None and not (own_template or model.tokenizer_name_or_path):
+        yield ("data.template_date",), "the chat template of random models writes no date"
     if model.random_config is not None:
         yield ("model.local_copy",), "model.random_config makes the weights, so none are read"
