@@ -119,6 +119,22 @@ def test_a_decay_fixes_the_length(forge, calm):
     assert "n_epochs: 1 -> 2" in run.text and "schedule=linear decays over the whole run" in run.text
 
 
+def test_a_refused_resume_leaves_the_run_as_it_was(forge, calm, place):
+    shutil.copytree(calm(*SHORT), place)  # follows links: LATEST is a folder
+    config = place / "config.yaml"
+    before = config.read_bytes()
+    refused = resume(forge, place, "n_examples=7")
+    assert refused.wait() == 2 and "between two steps" in refused.text, refused.text
+    assert config.read_bytes() == before
+    config.write_bytes(before.replace(b"lr: 0.001", b"lr: 0.002"))
+    edited = resume(forge, place)
+    assert edited.wait() == 2 and "lr: 0.001 -> 0.002" in edited.text and "Traceback" not in edited.text, edited.text
+    config.write_bytes(before)
+    run = resume(forge, place / "LATEST", "n_epochs=2")
+    assert run.wait() == 0, run.text
+    assert (place / "LATEST").is_symlink() and b"n_epochs: 2" in config.read_bytes()
+
+
 def test_a_finished_run_has_nothing_to_do(forge, place):
     forge.run(*SHORT, f"local_run_dir={place}")
     before, weights = lines(place), sorted(place.rglob("step-*"))
