@@ -8,8 +8,9 @@ import torch
 
 # Buffers that earlier transformers kept in their state dicts and that are computed, not learned, today.
 HARMLESS = re.compile(
-    r"(^|\.)(attn|attention|self_attn)\.(bias|masked_bias|embed_positions|rotary_emb\.inv_freq)$"
+    r"(^|\.)(attn|attention|self_attn)\.(bias|masked_bias|causal_mask|embed_positions|rotary_emb\.inv_freq)$"
     r"|(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)(embeddings|transformer|model)\.position_ids$"
+    r"|(^|\.)decoder\.version$|(^|\.)embed_positions\.weights$"
 )
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 # What DistributedDataParallel, DeepSpeed and Lightning put before every name.
@@ -113,9 +114,10 @@ def misfits(model, names) -> list[str]:
             if modules.get(full.rpartition(".")[0]) is not None and "." in full:
                 return True
             numbered = re.match(r"(.+?)\.(\d+)\.", full)
-            layers = modules.get(numbered[1]) if numbered else None
-            if isinstance(layers, torch.nn.ModuleList) and int(numbered[2]) >= len(layers) + ahead:
-                return True
+            if numbered:
+                layers = modules.get(numbered[1])
+                if isinstance(layers, torch.nn.ModuleList) and int(numbered[2]) >= len(layers) + ahead:
+                    return True
         return False
 
     return sorted(name for name in names if is_misfit(name))

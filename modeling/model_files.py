@@ -217,10 +217,10 @@ def check_architecture(model_config, name: str, is_gguf: bool = False) -> None:
         )
     own_code = "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
     if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
-        inner = getattr(model_config, "text_config", None)
+        inner = getattr(getattr(model_config, "text_config", None), "model_type", None)
         what = (
-            f"a model of text together with images or sound ({kind}; its language model is a {inner.model_type})"
-            if getattr(inner, "model_type", None)
+            f"a model of text together with images or sound ({kind}; its language model is a {inner})"
+            if inner
             else f"no causal language model ({kind}), as far as this version of transformers knows"
         )
         raise ValueError(

@@ -63,7 +63,9 @@ def find_in_files(model, found: dict) -> tuple[dict, list[str]] | None:
 def _stored_names(model, names: list[str], found: dict) -> list[str]:
     """What the files call a tensor that has these names in the model: several if tied weights are stored twice."""
     prefix = model.base_model_prefix + "."
-    candidates = [c for name in names for c in (name, DISK_NAMES.get(name), name.removeprefix(prefix), prefix + name)]
+    candidates = [
+        c for name in names for c in (name, DISK_NAMES.get(name, name), name.removeprefix(prefix), prefix + name)
+    ]
     return list(dict.fromkeys(name for name in candidates if name in found))
 
 

@@ -36,10 +36,10 @@ def load_weights(model, config: Settings, tokenizer, dtype: torch.dtype, world: 
             on_all(lambda: _read_slices(model, places), world, group)
             how = "each rank read its own part of the safetensors files"
         elif archive and archive[0] == "state":
-            on_all(lambda: _read_sharded_state(model, archive[1], config.model.archive, group), world, group)
+            on_all(lambda: _read_sharded_state(model, archive[1], group), world, group)
             how = "each rank read its own part of the archive's sharded state"
         elif archive and archive[0] != "hf":
-            on_all(lambda: _read_mapped(model, config.model.archive), world, group)
+            on_all(lambda: _read_mapped(model, archive[1]), world, group)
             how = "each rank read its own part of the archive"
         else:
             _send_from_main(model, config, tokenizer, dtype, world, group)
@@ -59,7 +59,7 @@ def _read_mapped(model, archive: str) -> None:
         _copy_part(tensor, state[names[0]])
 
 
-def _read_sharded_state(model, folder: str, archive: str, group) -> None:
+def _read_sharded_state(model, folder: str, group) -> None:
     reader = InertReader(folder)
     stored = reader.read_metadata().state_dict_metadata
     shapes = {
@@ -67,7 +67,7 @@ def _read_sharded_state(model, folder: str, archive: str, group) -> None:
         for key, meta in stored.items()
         if key.startswith("model.")
     }
-    check_keys(model, shapes, archive)
+    check_keys(model, shapes, folder)
     wanted = {
         next(f"model.{name}" for name in names if f"model.{name}" in stored): tensor.detach()
         for names, tensor in named_tensors(model)

@@ -422,3 +422,15 @@ def test_random_configurations_may_have_every_key_that_their_model_reads():
         loading.random_model_config({"model_type": kind, **values}, loading.byte_tokenizer())
     made = loading.random_model_config({"model_type": "llama", "rope_theta": 123.0}, loading.byte_tokenizer())
     assert made.rope_parameters["rope_theta"] == 123.0
+
+
+def test_models_that_are_built_before_their_weights_keep_the_generation_settings(folder, folders):
+    """Sharded ones, and those that start from an archive."""
+    model = folders()
+    settings = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [0, 2]}))
+    torch.save({"state": architectures.make("llama", vocab_size=259).state_dict()}, model / "other.pt")
+    config = config_of(folder, model, f"model.archive={model}/other.pt")
+    built = loading.build_on_meta(config, loading.model_config(config, None), torch.float32)
+    loaded = loading.load_model(config, None, torch.float32, "cpu")
+    assert built.generation_config.eos_token_id == loaded.generation_config.eos_token_id == [0, 2]
