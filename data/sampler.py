@@ -97,7 +97,17 @@ class DatasetMixture:
         assert shuffle is None, shuffle
         return example_indices
 
-    def _locate(self, example_index: int) -> tuple[int, int]:
+    def longest_row(self) -> int:
+        """Tokens of the longest prompt + response; 0 without examples."""
+        return max((int(dataset.row_lengths().max(initial=0)) for dataset in self.datasets), default=0)
+
+    def longest_example(self) -> int:
+        """Index of an example of the prompt group with the longest row."""
+        lengths = [dataset.row_lengths()[dataset.examples[:, 0]] for dataset in self.datasets]
+        return int(np.concatenate(lengths).argmax())
+
+    def locate(self, example_index: int) -> tuple[int, int]:
+        """(data set, index of the example within it)."""
         index = int(np.searchsorted(self.offsets, example_index, side="right")) - 1
         return index, int(example_index - self.offsets[index])
 
@@ -105,7 +115,7 @@ class DatasetMixture:
         """Group examples by prompt, each response once."""
         units: dict[tuple[int, int, int], PromptUnit] = {}
         for example_index in example_indices:
-            index, local = self._locate(int(example_index))
+            index, local = self.locate(int(example_index))
             dataset = self.datasets[index]
             group, first, second = (int(x) for x in dataset.examples[local])
             whole = first < 0 and second < 0
@@ -281,15 +291,18 @@ def make_micro_batches(
     return slots
 
 
-def widest_unit(mixture: DatasetMixture, seed: int) -> PromptUnit:
-    """A prompt group of several responses, for trying out whether a model can share a prompt."""
-    first = next(epoch for epoch in itertools.count() if mixture.epoch_size(epoch))
-    units = mixture.units(mixture.epoch_permutation(seed, first, None)[:64])
-    # The longest row of several responses, so that an attention window is exceeded if any row of the run does.
-    unit = max(units, key=lambda unit: (len(unit.responses) > 1, unit.cost()))
-    if len(unit.responses) == 1 and len(units) > 1:
+def longest_unit(mixture: DatasetMixture) -> PromptUnit:
+    """The prompt group with the longest row, for trying out how a model can be scored: what depends on length (an
+    attention window, say) shows in it if it does in any row.
+    """
+    example = mixture.longest_example()
+    index, local = mixture.locate(example)
+    examples = mixture.datasets[index].examples
+    group = np.flatnonzero(examples[:, 0] == examples[local, 0]) + mixture.offsets[index]
+    unit = mixture.units(group)[0]
+    if len(unit.responses) == 1 and mixture.offsets[-1] > 1:
         # SFT has one response a prompt; another prompt's answer does for a second branch.
-        other = next(u for u in units if u is not unit)
+        other = mixture.units(np.array([(example + 1) % mixture.offsets[-1]]))[0]
         unit = PromptUnit(
             unit.dataset, unit.group, unit.prompt, [unit.responses[0], other.responses[0]], [0, 1], [(0, 1)]
         )

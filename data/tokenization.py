@@ -107,6 +107,14 @@ class TokenizedDataset:
     def n_responses(self) -> int:
         return len(self.segment_starts) - 1 - self.n_groups
 
+    def row_lengths(self) -> np.ndarray:
+        """int64 [n_groups]: tokens of each prompt with its longest response."""
+        lengths = np.diff(self.segment_starts)
+        first = self.group_starts[:-1]
+        prompts = lengths[first]
+        lengths[first] = 0
+        return prompts + np.maximum.reduceat(lengths, first) if len(first) else prompts
+
     def n_group_responses(self, group: int) -> int:
         return int(self.group_starts[group + 1] - self.group_starts[group]) - 1
 

@@ -36,6 +36,7 @@ import torch
 
 import private_apis
 from data.text_encoding import end_of_turn_id
+from modeling.rotary import separate_rows
 from modeling.sharded import reshard_after_eval
 from utils import World, all_reduce_sum, gather_objects
 
@@ -202,6 +203,7 @@ class _Writer:
         self.cache_name: str | None = next(names, None)
         if private_apis.is_recurrent(model):  # its state would have read the padding
             self.cache_name = None
+        separate_rows(model)
 
     def continue_rows(self, rows: list[tuple[int, np.ndarray]]) -> list[list[int]]:
         """New token ids of each (number, prompt), stop tokens left off. No rows: a dummy runs, so that collectives
@@ -210,7 +212,9 @@ class _Writer:
         uniform = self._uniforms([number for number, _ in rows])
         # A dummy row is finished before it starts: it never keeps the others going.
         finished = torch.full((len(prompts),), not rows, dtype=torch.bool, device=self.device)
-        step = self._cached_steps if self.cache_name else self._full_steps
+        # A cache holds keys rotated by the frequencies of a shorter text.
+        grows = self.model.rotary_rows.scales(max(map(len, prompts)) + self.max_new_tokens)
+        step = self._cached_steps if self.cache_name and not grows else self._full_steps
         steps = step(prompts)
         written: list[torch.Tensor] = []
         logits = next(steps)
@@ -257,6 +261,7 @@ class _Writer:
             mask[row, width - len(prompt) :] = 1
         input_ids, mask = input_ids.to(self.device), mask.to(self.device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        self.model.rotary_rows.set_rows([])  # of an earlier pass
         assert self.cache_name is not None
         output = self._call(
             input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
@@ -287,10 +292,13 @@ class _Writer:
             texts[row, : len(prompt)] = torch.from_numpy(prompt).to(self.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
+        read = [len(prompt) for prompt in prompts]
         while True:
             if tokens is not None:
                 texts[rows, lengths] = tokens
                 lengths = lengths + 1
+                read = [n + 1 for n in read]
+            self.model.rotary_rows.set_rows(read)
             used = int(lengths.max())
             mask = (torch.arange(used, device=self.device) < lengths.unsqueeze(1)).long()
             positions = torch.arange(used, device=self.device).expand(len(prompts), -1)

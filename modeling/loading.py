@@ -364,24 +364,6 @@ def _from_random_numbers(config: Settings, settings, dtype: torch.dtype):
     return model
 
 
-def sample_of(config: Settings, tokenizer, device: str | torch.device):
-    """The run's architecture with two layers and random weights: what can be tried out before the weights are in."""
-    from transformers import AutoModelForCausalLM
-
-    settings = model_config(config, tokenizer)
-    text = settings.get_text_config()
-    layers = text.num_hidden_layers
-    text.num_hidden_layers = min(2, layers)
-    for key, value in vars(text).items():
-        if isinstance(value, list) and len(value) == layers:  # one entry a layer, such as its kind of attention
-            setattr(text, key, value[: text.num_hidden_layers])
-    with seeded(0):
-        model = AutoModelForCausalLM.from_config(
-            settings, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code
-        )
-    return model.to(device).eval()
-
-
 @contextmanager
 def seeded(seed: int):
     """Torch's CPU generator seeded within the block and as it was after it."""

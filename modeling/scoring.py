@@ -28,26 +28,34 @@ def response_logps(model, batch: MicroBatch) -> torch.Tensor:
     return torch.stack([part.sum() for part in token_logps(model, batch).split(batch.lengths_list)])
 
 
-def token_logps(model, batch: MicroBatch) -> torch.Tensor:
-    """Log-prob of every scored token, float32 [N], in the order of `batch.targets`."""
-    arguments = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+def token_logps(model, batch: MicroBatch, layout: PackedLayout | None = None) -> torch.Tensor:
+    """Log-prob of every scored token, float32 [N], in the order of `batch.targets`.
+
+    Args:
+        layout: of a packed batch, for callers that want to see who has read it.
+    Raises:
+        NotImplementedError: the model's own code takes part in attention in a way that packed rows would leave out.
+    """
+    arguments = {"input_ids": batch.input_ids, "use_cache": False}
     if batch.trees is not None:
-        layout = PackedLayout(batch.trees, batch.position_ids[0], model.attention_kernel)
-        arguments["layout"] = layout
+        layout = layout or PackedLayout(batch.trees, batch.position_ids[0], model.attention_kernel)
         # A ready 4-D mask stops the library from making one; the packed attention never reads it.
-        arguments["attention_mask"] = batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool)
+        mask = batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool)
+        arguments |= {"position_ids": batch.position_ids, "layout": layout, "attention_mask": mask}
     else:
+        # Positions are the model's own: some do not start at 0, as those of RoBERTa and its kin.
         arguments["attention_mask"] = batch.attention_mask
-        if not model.takes_position_ids:
-            del arguments["position_ids"]
+    model.rotary_rows.set(batch)
     if model.full_forward:
         logits = model(**arguments).logits
         assert batch.trees is None, "packed rows are scored without the whole logits"
         rows = logits.reshape(-1, logits.shape[-1])[batch.predictors].float()
         return rows.log_softmax(-1).gather(1, batch.targets[:, None]).squeeze(1)
     hidden = model.base_model(**arguments).last_hidden_state
-    if batch.trees is not None and not layout.used:
+    if layout is not None:
         # Code with attention of its own drops the layout without a word and scores something else.
-        raise NotImplementedError("its attention is not replaceable")
+        problem = layout.unread if layout.readers else "its attention is not replaceable"
+        if problem:
+            raise NotImplementedError(problem)
     hidden = hidden.reshape(-1, hidden.shape[-1])[batch.predictors]
     return target_logps(model.get_output_embeddings(), hidden, batch.targets, *head_scaling(model))

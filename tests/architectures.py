@@ -36,15 +36,36 @@ KINDS: dict[str, tuple[str, dict]] = {
         "opt",
         dict(hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64),
     ),
+    "bert": ("bert", dict(_NEOX, is_decoder=True)),
+    "roberta": ("roberta", dict(_NEOX, is_decoder=True, pad_token_id=0)),
     "falcon": ("falcon", dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)),
     "bloom": ("bloom", dict(hidden_size=64, n_layer=2, n_head=4)),  # ALiBi
     "mamba": ("mamba", dict(hidden_size=64, num_hidden_layers=2, state_size=8)),  # recurrent
+    "doge": ("doge", _LLAMA),  # a mask of its own, which is near nothing in a new model
+    "falcon_h1": (  # attention and a state side by side
+        "falcon_h1",
+        dict(_HEADS, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1),
+    ),
+    "jamba": (
+        "jamba",
+        dict(_LLAMA, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=4, num_experts=2)
+        | dict(use_mamba_kernels=False),
+    ),
+    "lfm2": ("lfm2", dict(_LLAMA, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)),
+    "minimax": ("minimax", dict(_HEADS, num_local_experts=2, layer_types=["linear_attention", "full_attention"])),
+    "gemma3n_text": (  # the last layers read keys and values of earlier ones
+        "gemma3n_text",
+        dict(_HEADS, num_hidden_layers=4, num_kv_shared_layers=2, sliding_window=WINDOW, laurel_rank=4)
+        | dict(layer_types=["sliding_attention", "full_attention"] * 2, altup_num_inputs=2)
+        | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY),
+    ),
+    "phi3": ("phi3", dict(_LLAMA, pad_token_id=0)),
     "qwen3_moe": ("qwen3_moe", dict(_HEADS, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)),
     "gpt_oss": ("gpt_oss", dict(_HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW)),  # sinks
 }
 
 # These cannot share a prompt between responses and must be scored one response a row.
-PLAIN_ONLY = ("bloom", "falcon", "mamba")
+PLAIN_ONLY = ("bert", "roberta", "bloom", "falcon", "mamba", "doge", "falcon_h1", "jamba", "lfm2", "minimax")
 SLIDING = ("gemma2", "gemma3_text", "mistral", "gpt_oss")
 
 

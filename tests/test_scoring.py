@@ -11,10 +11,11 @@ from transformers import AttentionInterface
 import settings
 from data.batching import PrefixTree, PromptUnit, pack, pad
 from modeling import loading
-from modeling.attention import ATTENTION_NAME, choose_attention, packed_attention, use_attention
+from modeling.attention import ATTENTION_NAME, packed_attention, use_attention
 from modeling.blocks import checkpoint_activations, find_blocks
 from modeling.packed_layout import PackedLayout
 from modeling.scoring import response_logps
+from modeling.scoring_check import choose_attention
 
 SHARING = [name for name in KINDS if name not in PLAIN_ONLY]
 
@@ -162,7 +163,8 @@ def broken_attention(how):
                 trees = [PrefixTree(s.prompt, (sum(s.responses),)) for s in layout.trees]
             elif how == "prompt":  # responses do not see their prompt
                 trees = [PrefixTree(n, ()) for s in layout.trees for n in (s.prompt, *s.responses)]
-            layout.used, layout = True, PackedLayout(trees, layout.positions)
+            layout.readers.add(module)
+            layout = PackedLayout(trees, layout.positions)
         return packed_attention(module, query, key, value, mask, scaling, dropout, layout=layout, **kwargs)
 
     return attention

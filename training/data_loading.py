@@ -124,14 +124,15 @@ def make_steps(
     kind: str,
     placement: Placement,
     kernel: str,
+    share_prefix: bool,
     budget: int,
 ) -> RunSteps:
     """Steps of the run's data, laid out for an attention kernel.
 
     Args:
-        kind: of the loss's examples; kernel: name of the attention kernel, which has a layout; budget: tokens a pass.
+        kind: of the loss's examples; kernel: name of the attention kernel, which has a layout; share_prefix: whether a
+            row holds a prompt once for all its responses; budget: tokens a pass.
     """
-    share_prefix = config.prefix_sharing and is_packed(kernel)
     if is_packed(kernel):
         make_batch = partial(pack, share_prefix=share_prefix)
     else:

@@ -8,9 +8,10 @@ import torch
 
 from checkpoint import run_folder
 from checkpoint.checkpointer import Checkpointer
-from data.sampler import DatasetMixture, widest_unit
+from data.sampler import DatasetMixture, longest_unit
 from losses import find_loss
 from modeling import attention, loading
+from modeling.attention_kernels import is_packed
 from modeling.loading import DTYPES
 from modeling.model_check import ModelLimits, check_model, check_token_ids
 from modeling.reference import Reference
@@ -21,7 +22,7 @@ from planning.token_budget import free_memory, token_budget
 from report.reporter import Reporter
 from settings import Settings, as_dict
 from training import nonfinite
-from training.attention_choice import choose_attention
+from training.attention_choice import choose_attention, shares_prefix
 from training.data_loading import load_datasets, make_steps, training_mixture
 from training.early_stopping import EarlyStop, check_watched_metrics
 from training.evaluation import Evaluation
@@ -58,7 +59,6 @@ class PreparedRun:
             run_dir, config.checkpoint, world, early_notices.append, self.early_stop.watched
         )
         self.reporter = Reporter(as_dict(config), run_dir, world)
-        self.reporter.show(f"run folder: {run_dir}")
         self.notice = self.checkpointer.notice = self.reporter.notice
         for text in early_notices:
             self.notice(text)
@@ -94,7 +94,9 @@ class PreparedRun:
         for text in self.placement.describe(self.policy):
             self.notice(text)
         train, held_out = training_mixture(config, self.datasets["train"]), DatasetMixture(self.datasets["eval"])
-        self.kernel, self.full_forward = self.choose_attention(widest_unit(train, config.seed))
+        longest = max(train.longest_row(), held_out.longest_row())
+        self.share_prefix = shares_prefix(config, self.policy, longest, self.notice)
+        self.kernel, self.full_forward = self.choose_attention(longest_unit(train))
         attention.use_attention(self.policy, self.kernel, self.full_forward)
         budget = point.first_budget if point else None
         if budget is None:  # ranks may differ in free memory
@@ -102,7 +104,10 @@ class PreparedRun:
             budget = token_budget(config, self.policy.config, self.device.type, free, threads)
             budget = min(gather_objects(budget, self.world))
         self.first_budget = budget
-        steps = make_steps(config, train, held_out, self.tokenizer, kind, self.placement, self.kernel, budget)
+        share_prefix = self.share_prefix and is_packed(self.kernel)
+        steps = make_steps(
+            config, train, held_out, self.tokenizer, kind, self.placement, self.kernel, share_prefix, budget
+        )
         self.sampler, self.eval_sampler, self.idle_batch = steps.training, steps.held_out, steps.idle_batch
         self.prepared = True
         if problem := warm_up_problem(config, self.sampler.n_steps):
@@ -156,7 +161,9 @@ class PreparedRun:
 
     def choose_attention(self, unit) -> tuple[str, bool]:
         """(kernel, full_forward): how this model is scored, tried on a prompt with several responses."""
-        return choose_attention(self.config, self.tokenizer, self.placement, self.policy, unit, self.notice)
+        return choose_attention(
+            self.config, self.tokenizer, self.placement, self.policy, unit, self.share_prefix, self.notice
+        )
 
     def make_reference(self) -> Reference | None:
         """What policy log-probs are compared with; None where the loss needs none."""
