@@ -46,7 +46,11 @@ def parse_row(parser, has_pairs: bool, row: dict) -> PromptGroup | str:
                 )
     group = parser(row)
     if isinstance(group, PromptGroup) and isinstance(row.get("system"), str):
-        group.prompt, group.header = _with_system(group.prompt, text_of(row["system"], "system")), ""
+        system = text_of(row["system"], "system")
+        if group.header:  # a dialogue in the layout of HH, which begins with the system's text
+            group.prompt = f"{system}{group.prompt}" if system.strip() else group.prompt
+        else:
+            group.prompt = _with_system(group.prompt, system)
     return group
 
 

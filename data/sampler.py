@@ -49,6 +49,10 @@ class DatasetMixture:
         """Examples in one epoch."""
         return self.examples_before(epoch + 1) - self.examples_before(epoch)
 
+    def datasets_of(self, example_indices: np.ndarray) -> list[int]:
+        """Indices of the data sets that have an example among these, in ascending order."""
+        return np.unique(np.searchsorted(self.offsets, example_indices, side="right") - 1).tolist()
+
     def epochs(self, n_epochs: int | None, n_examples: int | None) -> int:
         """Epochs that a run begins which ends at whichever comes first; one may be None."""
         if n_examples is None or not sum(self.shares):
@@ -228,12 +232,6 @@ class BatchSampler:
         left = self.n_examples - self.examples_before(step)
         start = index * self.batch_size
         return permutation[1][start : start + min(self.batch_size, left)]
-
-    def datasets_drawn(self) -> set[int]:
-        """Indices of the data sets that have an example among those of the first epoch."""
-        steps = range(min(self.n_steps, self.steps_per_epoch))
-        drawn = np.concatenate([self.example_indices(step) for step in steps])
-        return set((np.searchsorted(self.mixture.offsets, np.unique(drawn), side="right") - 1).tolist())
 
     def step(self, number: int) -> Step:
         """This rank's share of step `number`."""

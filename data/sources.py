@@ -189,8 +189,8 @@ def open_source(name: str, split: str, config: DataOptions, responses_only: bool
         rows: _FileRows | _HubRows = _FileRows(files)
     else:
         files = []
-        hub_rows, separate = _hub_rows(name, target, split, responses_only)
-        rows, content, notice = hub_rows, hub_rows.fingerprint, ""
+        hub_rows, separate, notice = _hub_rows(name, target, split, responses_only)
+        rows, content = hub_rows, hub_rows.fingerprint
     test_share = None if separate else HOLD_OUT_SE if named and named.name == "se" else fraction
     parser, columns = (named.parser, named.columns) if named else (None, ())
     workers = worker_count(config.data.num_workers)
@@ -308,8 +308,8 @@ class _HubRows:
         return self.name
 
 
-def _hub_rows(name: str, target: str, split: str, responses_only: bool) -> tuple[_HubRows, bool]:
-    """The rows of a Hub data set's split, and whether that split is a split of its own."""
+def _hub_rows(name: str, target: str, split: str, responses_only: bool) -> tuple[_HubRows, bool, str]:
+    """The rows of a Hub data set's split, whether that split is a split of its own, and a notice of splits not read."""
     repository, _, configuration = target.partition(":")
     try:
         import datasets
@@ -324,11 +324,14 @@ def _hub_rows(name: str, target: str, split: str, responses_only: bool) -> tuple
             f"configurations, name one: {repository}:NAME"
         ) from error
     if not hasattr(loaded, "keys"):
-        return _HubRows(loaded, name), False
+        return _HubRows(loaded, name), False, ""
     try:
         found, separate = find_hub_split(loaded, split, responses_only)
+        other, _ = find_hub_split(loaded, "train" if split == "test" else "test", responses_only)
     except ValueError as error:
         raise ValueError(f"data set {name}: {error}") from None
     if found is None:
-        return _HubRows(next(iter(loaded.values())), name), separate
-    return _HubRows(loaded[found], f"{name} ({found})"), separate
+        return _HubRows(next(iter(loaded.values())), name), separate, ""
+    unread = sorted(set(loaded) - {found, other})
+    notice = f"data set {name}: splits that are not read: {', '.join(unread)}" if unread else ""
+    return _HubRows(loaded[found], f"{name} ({found})"), separate, notice

@@ -4,7 +4,7 @@ import csv
 
 import numpy as np
 import pytest
-from rows import chat, config, only, read, write
+from rows import A, H, chat, config, hh, only, read, write
 from small_tokenizers import byte_level, load
 
 from data.sources import open_source
@@ -51,6 +51,13 @@ def notices_of(path, tmp_path, sft=False, **data):
 def test_system_input_and_the_layouts_of_alpaca_sharegpt_and_orca_are_read(tmp_path, file, row, prompt, rest):
     group = only(write(tmp_path / file, [row]), tmp_path, sft="chosen" not in row)
     assert (group.prompt, group.responses) == (prompt, rest)
+
+
+def test_the_system_text_of_a_dialogue_in_hhs_layout_comes_first(tmp_path):
+    row = hh(f"{H} q{A}", " good", " bad") | {"system": "be kind"}
+    group = only(write(tmp_path / "d.jsonl", [row]), tmp_path)
+    assert group.prompt == f"be kind{H} q{A}" and group.header == A
+    assert only(write(tmp_path / "e.jsonl", [row | {"system": ""}]), tmp_path).prompt == f"{H} q{A}"
 
 
 def test_an_instruction_under_another_name_keeps_its_input(tmp_path):

@@ -342,6 +342,9 @@ def test_hub_splits(tmp_path, monkeypatch):
     assert prompts("train") == ["x"] and prompts("test") == ["y"] and asked[0] == ("own/er", "cfg")
     load({"train_prefs": rows("x"), "test_prefs": rows("y"), "train_sft": rows("z"), "test_sft": rows("z")})
     assert prompts("train") == ["x"] and prompts("test") == ["y"]
+    for split in ("train", "test"):
+        (notice,) = open_source("own/er:cfg", split, config(tmp_path)).notices
+        assert notice.endswith("splits that are not read: test_sft, train_sft")
     load({"train": rows(*"abcdefgh")})
     assert sorted(prompts("train") + prompts("test")) == list("abcdefgh") and prompts("test")
     load({"foo": rows("x"), "bar": rows("y")})

@@ -97,6 +97,13 @@ def check_text_options(config: Settings, datasets: list) -> None:
             )
 
 
+def evaluated_names(config: Settings, datasets: list) -> list[str]:
+    """Short names of the held-out data sets of which an evaluation has examples."""
+    held_out = DatasetMixture(datasets)
+    drawn = held_out.epoch_permutation(EVALUATION_SEED, 0)[: config.n_eval_examples]
+    return [datasets[index].short_name for index in held_out.datasets_of(drawn)]
+
+
 def training_mixture(config: Settings, datasets: list) -> DatasetMixture:
     """The training data sets with their weights."""
     return DatasetMixture(datasets, mixture_weights(config))

@@ -23,7 +23,7 @@ from report.reporter import Reporter
 from settings import Settings, as_dict
 from training import nonfinite
 from training.attention_choice import choose_attention, shares_prefix
-from training.data_loading import load_datasets, make_steps, training_mixture
+from training.data_loading import evaluated_names, load_datasets, make_steps, training_mixture
 from training.early_stopping import EarlyStop, check_watched_metrics
 from training.evaluation import Evaluation
 from training.heartbeat import Heartbeat
@@ -87,6 +87,7 @@ class PreparedRun:
         self.datasets = load_datasets(
             config, self.tokenizer, kind, self.world, self.checkpointer.wait_for_all, self.reporter
         )
+        check_watched_metrics(config, evaluated_names(config, self.datasets["eval"]))
         every = [dataset for split in self.datasets.values() for dataset in split]
         run_on_main(lambda: check_token_ids(every, limits[0], self.tokenizer), self.world)
         self.heartbeat.at("loading the weights", 0, patient=True)
@@ -113,8 +114,6 @@ class PreparedRun:
         if problem := warm_up_problem(config, self.sampler.n_steps):
             self.notice(problem)
         self.objective = Objective(self.loss, self.loss_options, self.policy)
-        drawn = self.eval_sampler.datasets_drawn() if self.eval_sampler else ()
-        check_watched_metrics(config, [self.datasets["eval"][index].short_name for index in sorted(drawn)])
         self.evaluation: Evaluation | None = None
         if self.eval_sampler is None:
             self.notice("There are no held-out examples: nothing is evaluated or sampled.")
