@@ -51,7 +51,7 @@ class Reporter:
         loggers: Sequence[type[Logger]] = LOGGERS,
     ):
         self.silent = world is not None and world.rank != 0
-        self.run = RunInfo(settings, str(run_dir), self.notice, self._show, total_examples)
+        self.run = RunInfo(settings, str(run_dir), self.notice, self.show, total_examples)
         self.examples = self.updates = 0
         self.notices: list[str] = []
         self.loggers: list[Logger] = []
@@ -106,6 +106,10 @@ class Reporter:
             self.notices.append(text)
         self._call("notice", text, self.examples)
 
+    def show(self, text: str) -> None:
+        """A line for whoever watches the run, which need not be kept."""
+        self._call("show", text)
+
     def counts(self, dataset: str, split: str, counts: dict[str, int]) -> None:
         """Report how many rows of a data set were read, dropped (by reason) and cut."""
         self._call("counts", dataset, split, {name: int(value) for name, value in counts.items()})
@@ -140,9 +144,6 @@ class Reporter:
         self.examples, self.updates = state.get("examples", 0), state.get("updates", 0)
         self._call("load_state", state)
         self._spikes = SpikeWatch(self._read(METRICS))
-
-    def _show(self, text: str) -> None:
-        self._call("show", text)
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of each logger; the results of those that did not fail."""

@@ -4,13 +4,14 @@ import contextlib
 import os
 import sys
 
+STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
 
 def open_standard_streams() -> None:
     """Put the null device in the place of standard streams that are closed (`>&-`). Python has None for them, and the
     next file to be opened would get their number, and with it all that libraries write there."""
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        if getattr(sys, name) is not None:
-            continue
+    closed = [(name, mode) for name, mode in STREAMS if getattr(sys, name) is None]
+    for number in range(3):  # first all three, or one that is opened for the others would get the next one's number
         try:
             os.fstat(number)
         except OSError:
@@ -18,6 +19,7 @@ def open_standard_streams() -> None:
             if null != number:
                 os.dup2(null, number)
                 os.close(null)
+    for name, mode in closed:
         setattr(sys, name, open(os.devnull, mode))
 
 

@@ -1,5 +1,6 @@
 """Paths in the settings. A run records them in full, so that it can be resumed from any folder."""
 
+import functools
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ def in_full(values: dict[str, Any]) -> None:
         ValueError: the home of a user that does not exist.
     """
     for key in FOLDERS:
-        _replace(values, key, lambda path, key=key: _full(key, path))
+        _replace(values, key, functools.partial(_full, key))
     if not _get(values, "model.random_config"):
         _replace(values, MODELS[0], _if_there(MODELS[0], _is_model))
     _replace(values, MODELS[1], _if_there(MODELS[1], _is_model))

@@ -225,8 +225,9 @@ def test_the_rank_that_failed_first_is_shown():
     with pytest.raises(RankFailure, match="rank 1 of 2 failed: this is where it began") as failure:
         launch.launch(only_rank_1_fails, sharded_config())
     assert "only_rank_1_fails" in failure.value.trace and time.monotonic() - began < 40
-    with pytest.raises(RankFailure, match="rank 1 of 2 .*SIGKILL"):
+    with pytest.raises(RankFailure, match="rank 1 of 2 .*SIGKILL") as failure:
         launch.launch(rank_1_is_killed, sharded_config())
+    assert failure.value.is_explained and not failure.value.trace
 
 
 def test_a_stuck_rank_is_ended(monkeypatch):

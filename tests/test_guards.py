@@ -68,6 +68,20 @@ def test_a_signal_while_there_is_nothing_to_save_ends_the_run(number, error):
     assert watch.exit_code == (130 if number == signal.SIGINT else 75)
 
 
+def test_a_hangup_is_heeded_unless_it_is_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with SignalWatch():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with SignalWatch() as watch:
+            watch.deferred = True
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert watch.received == signal.SIGHUP and watch.exit_code == PREEMPTED
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 # ---- Early stop and movement ----------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ def has_begun(run):
 @pytest.mark.parametrize(
     "settings, number, to",
     [
-        ((), signal.SIGTERM, "all"),
+        ((), signal.SIGHUP, "all"),
         (FSDP, signal.SIGUSR1, "parent"),
         (FSDP, signal.SIGTERM, "one rank"),
         pytest.param(FSDP, signal.SIGINT, "parent", marks=pytest.mark.slow),

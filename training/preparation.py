@@ -59,6 +59,7 @@ class PreparedRun:
             run_dir, config.checkpoint, world, early_notices.append, self.early_stop.watched
         )
         self.reporter = Reporter(as_dict(config), run_dir, world)
+        self.reporter.show(f"run folder: {run_dir}")
         self.notice = self.checkpointer.notice = self.reporter.notice
         for text in early_notices:
             self.notice(text)
