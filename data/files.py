@@ -77,7 +77,7 @@ def check_regular(file) -> None:
         raise ValueError(f"{file}: cannot be read ({error})") from error
     if not stat.S_ISREG(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "a named pipe" if stat.S_ISFIFO(mode) else "a device or socket"
-        raise ValueError(f"{file}: is {kind}, not a data file; write the rows into a file")
+        raise ValueError(f"{file}: is {kind}, not a file; write what is needed into a file")
 
 
 def read_rows(file, wanted=None):

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 import private_apis
+from data.files import check_regular
 
 # CPU seconds that one rendering may take; a conversation of 100,000 tokens takes a few milliseconds.
 PATIENCE = 10.0
@@ -28,8 +29,11 @@ def read_chat_template(value: str | None) -> str | None:
         return None
     if "{" in value:
         return value
+    path = Path(value).expanduser()
     try:
-        return Path(value).expanduser().read_text(encoding="utf-8")
+        if path.exists():
+            check_regular(path)
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"data.chat_template={value}: neither a template (it has no braces) nor a readable file ({error})"

@@ -14,6 +14,7 @@ from rows import config, only, read, write
 
 from data import files
 from data.sources import check_dataset_names, open_source
+from data.template_calls import read_chat_template
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_HH = ROOT.parent / "shared" / "data" / "hh-rlhf"
@@ -138,10 +139,12 @@ def test_a_pipe_or_device_is_refused_at_once(tmp_path):
     (tmp_path / "x").mkdir()
     os.mkfifo(tmp_path / "x" / "train.jsonl")
     for path in (tmp_path / "x", tmp_path / "x" / "train.jsonl"):
-        with pytest.raises(ValueError, match="train.jsonl: is a named pipe, not a data file"):
+        with pytest.raises(ValueError, match="train.jsonl: is a named pipe, not a file"):
             check_dataset_names([str(path)], config(tmp_path))
         with pytest.raises(ValueError, match="is a named pipe"):
             read(path, tmp_path)
+    with pytest.raises(ValueError, match="is a named pipe"):
+        read_chat_template(str(tmp_path / "x" / "train.jsonl"))
     (tmp_path / "d.jsonl").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match="is a device or socket"):
         read(tmp_path / "d.jsonl", tmp_path)

@@ -19,7 +19,7 @@ from training.data_loading import check_test_fraction, check_weights, make_steps
 
 def settings(**changes):
     usual = dict(batch_size=4, eval_batch_size=4, shuffle="pairs", n_epochs=1, n_examples=None, seed=0)
-    usual |= dict(gradient_accumulation_steps=1, prefix_sharing=True, n_eval_examples=None)
+    usual |= dict(gradient_accumulation_steps=1, n_eval_examples=None)
     return SimpleNamespace(**(usual | changes))
 
 
@@ -28,7 +28,7 @@ def held_out_rows(seed, n_eval_examples=10):
     tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=0)
     run = settings(seed=seed, n_eval_examples=n_eval_examples)
     sets = DatasetMixture([pairs_data(30, 1)]), DatasetMixture([pairs_data(30, 2), pairs_data(9, 3)])
-    steps = make_steps(run, *sets, tokenizer, "pairs", placement, "plain", 1000).held_out
+    steps = make_steps(run, *sets, tokenizer, "pairs", placement, "plain", False, 1000).held_out
     assert steps is not None
     return np.concatenate([steps.example_indices(number) for number in range(steps.n_steps)]).tolist()
 
