@@ -53,3 +53,29 @@ def preferences_of(pairs: np.ndarray, group: int) -> np.ndarray:
     """
     start, stop = (int(np.searchsorted(pairs[:, 0], number)) for number in (group, group + 1))
     return pairs[start:stop, 1:]
+
+
+def examples_lacking(
+    examples: np.ndarray, pairs: np.ndarray, first_response: np.ndarray, known: np.ndarray
+) -> np.ndarray:
+    """Which examples have a response that is not known: bool [n].
+
+    Args:
+        examples: int32 [n, 3]; pairs: int32 [p, 3], those of the data set, of which the kind "group" is made.
+        first_response: [n_groups], number in the data set of each group's first response.
+        known: bool [n_responses].
+    """
+
+    def lacking(rows):
+        found = np.zeros(len(rows), dtype=bool)
+        for column in (1, 2):
+            there = np.flatnonzero(rows[:, column] >= 0)
+            found[there] |= ~known[first_response[rows[there, 0]] + rows[there, column]]
+        return found
+
+    found = lacking(examples)
+    of_group = np.zeros(len(first_response), dtype=bool)
+    of_group[pairs[lacking(pairs), 0]] = True
+    whole = (examples[:, 1:] < 0).all(axis=1)
+    found[whole] = of_group[examples[whole, 0]]
+    return found

@@ -110,6 +110,14 @@ class DatasetMixture:
         lengths = [dataset.row_lengths()[dataset.examples[:, 0]] for dataset in self.datasets]
         return int(np.concatenate(lengths).argmax())
 
+    def examples_lacking(self, known: Sequence[np.ndarray]) -> np.ndarray:
+        """Which examples have a response that is not known: bool, by example index.
+
+        Args:
+            known: a data set's responses that are, bool [n_responses].
+        """
+        return np.concatenate([dataset.examples_lacking(of) for dataset, of in zip(self.datasets, known)])
+
     def locate(self, example_index: int) -> tuple[int, int]:
         """(data set, index of the example within it)."""
         index = int(np.searchsorted(self.offsets, example_index, side="right")) - 1
@@ -232,6 +240,23 @@ class BatchSampler:
         left = self.n_examples - self.examples_before(step)
         start = index * self.batch_size
         return permutation[1][start : start + min(self.batch_size, left)]
+
+    def steps_with(self, wanted: np.ndarray) -> list[int]:
+        """The first steps that together hold every wanted example (bool, by example index) which the run sees."""
+        left, numbers = wanted.copy(), list[int]()
+        # After the first epoch there are new examples only where a data set is seen in part.
+        whole = all(weight % 1 == 0 for weight in self.mixture.weights)
+        for epoch in range(1) if whole else itertools.count():
+            first_step = self._first_step(epoch)
+            if first_step >= self.n_steps or not left.any():
+                break
+            order = self.mixture.epoch_permutation(self.seed, epoch, self.shuffle)
+            order = order[: self.n_examples - self.mixture.examples_before(epoch)]
+            places = np.flatnonzero(left[order])
+            first = np.unique(order[places], return_index=True)[1]  # a weight above 1 brings an example twice
+            numbers += (first_step + np.unique(places[first] // self.batch_size)).tolist()
+            left[order] = False
+        return numbers
 
     def step(self, number: int) -> Step:
         """This rank's share of step `number`."""

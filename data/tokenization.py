@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from data import token_cache
-from data.examples import examples_of_kind, own_examples, preferences_of
+from data.examples import examples_lacking, examples_of_kind, own_examples, preferences_of
 from data.options import DataOptions
 from data.row_formats import PromptGroup
 from data.sources import Source, cache_folder, open_source
@@ -91,6 +91,11 @@ class TokenizedDataset:
     def preferences(self, group: int) -> np.ndarray:
         """int32 [P, 2]: the pairs (chosen, rejected) of a prompt group."""
         return preferences_of(self._pairs, group)
+
+    def examples_lacking(self, known: np.ndarray) -> np.ndarray:
+        """Which examples have a response that is not known (bool [n_responses]): bool [n_examples]."""
+        first_response = self.group_starts[:-1] - np.arange(self.n_groups)
+        return examples_lacking(self.examples, self._pairs, first_response, known)
 
     def __len__(self) -> int:
         return len(self.examples)

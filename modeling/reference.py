@@ -10,10 +10,13 @@ from collections.abc import Callable
 import torch
 
 from modeling.digest import weights_digest
-from modeling.reference_cache import ReferenceCache
+from modeling.reference_cache import CachedResponses, ReferenceCache
+from modeling.reference_key import allowed_rounding, computation_digest, probe_unit
 from modeling.sharded import reshard_after_eval
 from settings import Settings
-from utils import broadcast_object, gather_objects, get_local_dir
+from utils import broadcast_object, digest, gather_objects, get_local_dir
+
+SAVE_SECONDS = 60  # between two saves while values are computed
 
 
 class Reference:
@@ -29,6 +32,7 @@ class Reference:
     Attributes:
         model: the reference itself with reference.mode=online, else None.
         key: fingerprint of its weights and precision, for a resumed run to compare.
+        starts_as_policy: whether the policy before its first update computes the very same.
     """
 
     def __init__(
@@ -48,65 +52,93 @@ class Reference:
         self.device = torch.device(world.device)
         self.model: torch.nn.Module | None = None
         dtype = config.model.reference_dtype or config.model.policy_dtype
-        self.key = f"{weights_digest(policy, world)}-{dtype}-{config.model.fsdp_policy_mp or dtype}"
+        self._dtype, self._compute_dtype = dtype, config.model.fsdp_policy_mp or dtype
+        self.key = f"{weights_digest(policy, world)}-{dtype}-{self._compute_dtype}"
+        self.starts_as_policy = dtype == config.model.policy_dtype
         if config.reference.mode == "online":
             self.model = build_frozen(dtype)
             return
-        folder = config.reference.cache_dir or os.path.join(get_local_dir(config.local_dirs), "reference")
-        self._cache: ReferenceCache = ReferenceCache(folder, self.key, datasets, reporter.notice, writer=world.is_main)
-        # What one rank found on disk is what all ranks go by: their decisions below must agree.
-        self._cache.values = broadcast_object(self._cache.values, world)
-        self._scorer = None if dtype != config.model.policy_dtype else policy
-        self._dtype = dtype
+        # The policy is the reference before its first update; only another precision needs a model of its own.
+        self._scorer = policy if self.starts_as_policy else build_frozen(dtype)
+        self._cache = self._open_cache()
         self._check()
         for split in ("eval", "train"):
             if samplers[split] is not None:
                 self._fill(split, samplers[split])
         self._scorer = None  # a model of its own is freed
 
-    def logps(self, split: str, batch) -> torch.Tensor:
-        """Log-probs [K] of a micro-batch's responses, on the device."""
+    def logps(self, split: str, batch, unmoved: torch.Tensor | None = None) -> torch.Tensor:
+        """Log-probs [K] of a micro-batch's responses, on the device.
+
+        Args:
+            unmoved: the same of a policy that has had no update. It has the reference's weights, so a cached value of
+                another pass, with other neighbours, may differ from it by rounding, and then is taken to be equal:
+                the first margins are exactly 0. A difference that is not rounding stays to be seen.
+        """
         if self.model is not None:
             with torch.no_grad():
                 return self.model.response_logps(batch)
         if batch is self.idle_batch:
             return torch.zeros(len(batch.lengths), device=self.device)
         found = self._cache.lookup(split, batch.keys)
-        return (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
+        found = (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
+        if unmoved is None or not self.starts_as_policy:
+            return found
+        close = (found - unmoved).abs() <= allowed_rounding(batch.lengths, self._compute_dtype)
+        return torch.where(close, unmoved, found)
+
+    def _open_cache(self) -> ReferenceCache:
+        """The values that are known already, on all ranks: those that rank 0 finds on disk."""
+        config, world = self.config, self.world
+        folder = config.reference.cache_dir or os.path.join(get_local_dir(config.local_dirs), "reference")
+        computation = computation_digest(self.policy, self._dtype, self._compute_dtype)
+        files = {
+            split: [CachedResponses(f"{data.key}-{self._probe(split, data)}", data.n_responses) for data in many]
+            for split, many in self.datasets.items()
+        }
+        reshard_after_eval(self._scorer)
+        cache = ReferenceCache(folder, f"{self.key}-{computation}", files, self.reporter.notice, writer=world.is_main)
+        cache.values = broadcast_object(cache.values, world)
+        return cache
+
+    def _probe(self, split: str, dataset) -> str:
+        """Digest of the bits that this computation gives a data set's probe; all ranks call it together."""
+        unit = probe_unit(dataset)
+        if unit is None or self.samplers[split] is None:
+            return "none"
+        bits = self._score(self.samplers[split].make_batch([unit])).cpu().numpy().tobytes()
+        return digest(sorted({found.hex() for found in gather_objects(bits, self.world)}))
 
     @torch.no_grad()
     def _score(self, batch) -> torch.Tensor:
-        if self._scorer is None:
-            # The policy is the reference before its first update; only another precision needs a model of its own.
-            self._scorer = self.build_frozen(self._dtype)
         return self._scorer.response_logps(self.idle_batch if batch is None else batch.to(self.device))
 
     def _check(self) -> None:
-        """Rescore the first step with cached values; a cache that disagrees is not used."""
+        """Rescore the first micro-batch of each split: values that differ by more than rounding are not used."""
         for split, sampler in self.samplers.items():
             if sampler is None or not self._cache.has(split, step_keys(sampler, 0)):
                 continue
-            worst = 0.0
-            for batch in sampler.step(0).micro_batches[:1]:
-                found = self._score(batch).cpu()
-                if batch is not None:
-                    kept = self._cache.lookup(split, batch.keys)
-                    worst = ((found - kept).abs() / kept.abs().clamp(min=1.0)).max().item()
+            batch = sampler.step(0).micro_batches[0]
+            found, excess = self._score(batch).cpu(), 0.0
+            if batch is not None:
+                difference = (found - self._cache.lookup(split, batch.keys)).abs()
+                excess = (difference / allowed_rounding(batch.lengths, self._compute_dtype)).max().item()
             reshard_after_eval(self._scorer)
-            worst = max(gather_objects(worst, self.world))
-            exact = self._dtype == "float32" and not self.config.model.fsdp_policy_mp
-            if not worst < (1e-3 if exact else 5e-2):
-                self.reporter.notice(f"Cached reference log-probs are off by {worst:.1e}: computing them anew.")
+            if not all(each <= 1 for each in gather_objects(excess, self.world)):  # NaN is not, either
+                self.reporter.notice(
+                    f"The cached reference log-probs of the {split} data differ from recomputed ones by more than "
+                    "rounding explains: computing them anew."
+                )
                 self._cache.forget()
-            return
+                return
 
     def _fill(self, split: str, sampler) -> None:
-        """Compute what is missing, in the very micro-batches of the run, so that step 0 has a margin of exactly 0."""
-        # After the first epoch there are new examples only where a data set is seen in part.
-        steps = sampler.n_steps if any(weight % 1 for weight in sampler.mixture.weights) else sampler.steps_per_epoch
-        missing = [
-            step for step in range(min(sampler.n_steps, steps)) if not self._cache.has(split, step_keys(sampler, step))
-        ]
+        """Compute what is missing, in the micro-batches of the run.
+
+        What is missing is known to rank 0 alone, which reads what other jobs write meanwhile; all ranks go by it.
+        """
+        lacking = sampler.mixture.examples_lacking(self._cache.known(split))
+        missing = broadcast_object(sampler.steps_with(lacking) if self.world.is_main else None, self.world)
         if not missing:
             return
         saved = time.monotonic()
@@ -118,10 +150,11 @@ class Reference:
                     self._require_finite(split, keys, values)
                     self._cache.store(split, keys, values)
                 bar.update(1)
-                if time.monotonic() - saved > 60:  # an interrupted run goes on from here
+                if time.monotonic() - saved > SAVE_SECONDS:  # an interrupted run goes on from here
                     self._cache.save()
                     saved = time.monotonic()
         self._cache.save()
+        self._cache.values = broadcast_object(self._cache.values, self.world)
         reshard_after_eval(self._scorer)
 
     def _require_finite(self, split: str, keys, values) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.batching import PromptUnit, pack
+from data.examples import KINDS, examples_lacking, examples_of_kind, preferences_of
 from data.sampler import BatchSampler, DatasetMixture, make_micro_batches
 
 
@@ -389,3 +390,41 @@ def test_all_ranks_together_hold_the_step():
 def test_a_rank_without_units_gets_none():
     sampler = sampler_of(DatasetMixture([Data([(2, [2, 2], [(0, 1)])])]), 1, n_ranks=2, rank=1, make_batch=pack)
     assert sampler.step(0).micro_batches == [None]
+
+
+# ---- Steps that hold what is looked for
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_examples_with_an_unknown_response_are_found(kind):
+    rng = np.random.default_rng(0)
+    data = pairs_data(30)
+    pairs = np.array([pair for pair in data.examples if rng.random() < 0.5], dtype=np.int32)
+    data.examples = examples_of_kind(pairs, kind)
+    data.preferences = lambda group: preferences_of(pairs, group)
+    mixture = DatasetMixture([data])
+    for share in (0.0, 0.1, 0.9, 1.0):
+        known = rng.random(data.n_responses) >= share
+        found = examples_lacking(data.examples, pairs, data.first[:-1], known)
+        for number in range(len(data.examples)):
+            (unit,) = mixture.units(np.array([number]))
+            assert found[number] == (not all(known[unit.response_ids])), number
+
+
+@pytest.mark.parametrize("shuffle", ["pairs", "prompts"])
+@pytest.mark.parametrize(
+    "weights, n_epochs, n_examples", [((1, 1), 3, None), ((1, 1), 2, 50), ((0.5, 1), 4, None), ((2, 0), 1, None)]
+)
+def test_steps_with_what_is_wanted_hold_all_of_it_once(shuffle, weights, n_epochs, n_examples):
+    mixture = DatasetMixture([pairs_data(20), pairs_data(30, seed=1)], weights)
+    sampler = sampler_of(mixture, 5, seed=3, shuffle=shuffle, n_epochs=n_epochs, n_examples=n_examples)
+    seen = [set(sampler.example_indices(step).tolist()) for step in range(sampler.n_steps)]
+    rng = np.random.default_rng(0)
+    for share in (0.0, 0.03, 1.0):
+        wanted = rng.random(mixture.offsets[-1]) < share
+        numbers = sampler.steps_with(wanted)
+        left = set(np.flatnonzero(wanted).tolist())
+        for number, step in enumerate(seen):
+            assert (number in numbers) == bool(left & step), number
+            left -= step
+        assert numbers == sorted(set(numbers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +19,23 @@ class Objective:
     """A loss with its options, and the models that it is of.
 
     Attributes:
+        updates: how many the policy has had.
         reference: None where the loss needs none; its log-probs then count as 0.
     """
 
     loss: Loss
     options: dict[str, Any]
     policy: torch.nn.Module
+    updates: Callable[[], int]
     reference: Reference | None = None
 
     def __call__(self, split: str, batch: MicroBatch) -> tuple[torch.Tensor, ExampleMetrics]:
         """Losses of a micro-batch's examples, [E] with gradient, and their metrics without; split "train" or "eval"."""
         policy = self.policy.response_logps(batch)
-        reference = self.reference.logps(split, batch) if self.reference else torch.zeros_like(policy)
+        if self.reference is None:
+            reference = torch.zeros_like(policy)
+        else:
+            reference = self.reference.logps(split, batch, policy.detach() if self.updates() == 0 else None)
         inputs = self.loss.inputs.select(policy, reference, batch)
         output = self.loss(inputs, **self.options)
         return output.losses, ExampleMetrics.of(self.loss, inputs, output)
