@@ -67,14 +67,14 @@ def examples_lacking(
     """
 
     def lacking(rows):
-        found = np.zeros(len(rows), dtype=bool)
+        found: np.ndarray = np.zeros(len(rows), dtype=bool)
         for column in (1, 2):
             there = np.flatnonzero(rows[:, column] >= 0)
             found[there] |= ~known[first_response[rows[there, 0]] + rows[there, column]]
         return found
 
     found = lacking(examples)
-    of_group = np.zeros(len(first_response), dtype=bool)
+    of_group: np.ndarray = np.zeros(len(first_response), dtype=bool)
     of_group[pairs[lacking(pairs), 0]] = True
     whole = (examples[:, 1:] < 0).all(axis=1)
     found[whole] = of_group[examples[whole, 0]]
