@@ -253,7 +253,7 @@ def keep_freed_memory() -> None:
 
 def get_local_dir(prefixes) -> str:
     """<folder>/<user>, for the first of the folders that exists and can be written, else the last. Makes nothing."""
-    prefixes = [prefixes] if isinstance(prefixes, str) else list(prefixes)
+    prefixes = [os.path.expanduser(prefix) for prefix in ([prefixes] if isinstance(prefixes, str) else prefixes)]
     if not prefixes:
         raise ValueError("local_dirs is empty: name at least one folder for runs, such as local_dirs=[.cache]")
     usable = [p for p in prefixes if os.path.isdir(p) and os.access(p, os.W_OK | os.X_OK)]

@@ -151,6 +151,7 @@ def test_paths_are_recorded_in_full(home):
     ref = settings.finalize(compose_config("model=tiny", "loss=dpo", "reference.cache_dir='~/ref'"))
     assert ref.reference.cache_dir == f"{home}/home/ref" and ref.model.name_or_path == "tiny"
     assert settings.finalize(compose_config("model=tiny", "local_run_dir='~/r'")).local_run_dir == f"{home}/home/r"
+    assert utils.get_local_dir("~/x") == f"{home}/home/x/{user()}", "as sweeps have it, before there are settings"
 
 
 def test_names_that_are_no_files_stay(home):
