@@ -65,6 +65,8 @@ def spoil(chance: random.Random, path: Path) -> str:
         else:
             pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
             data = b"" if way == "empty" else pointer
+        if path.is_symlink():  # else what it points at would change, which may be a folder
+            path.unlink()
         path.write_bytes(data)
         return f"{path.name}: {way}"
     path.unlink(missing_ok=True)
@@ -143,14 +145,18 @@ def model_folder(chance: random.Random, folder: Path):
     done = [spoil(chance, place / chance.choice(MODEL_FILES)) for _ in range(chance.choice((0, 1, 1, 1, 2)))]
     if chance.random() < 0.3 and (place / "config.json").is_file() and os.access(place / "config.json", os.R_OK):
         done.append(odd_config(chance, place / "config.json"))
+    return f"model folder with {done}", lambda: load_model(folder, "model")
+
+
+def load_model(folder: Path, name: str, *more: str) -> str:
+    """Load a model as a run does; what is said about it if it is refused."""
     row = {"prompt": "a", "chosen": "b", "rejected": "c"}
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     words = [
         "model=blank_model",
-        "model.name_or_path=model",
+        f"model.name_or_path={name}",
         "datasets=[rows.jsonl]",
         "local_dirs=[runs]",
-        "device=cpu",
         "loss=dpo",
     ]
 
@@ -163,7 +169,7 @@ def model_folder(chance: random.Random, folder: Path):
         model = loading.load_model(config, tokenizer, torch.float32, "cpu")
         check_weights(model, sound_model())
 
-    return f"model folder with {done}", lambda: command_line([*words, "wandb.enabled=false"], start)
+    return command_line([*words, "device=cpu", "wandb.enabled=false", *more], start)
 
 
 def odd_config(chance: random.Random, path: Path) -> str:
@@ -225,15 +231,8 @@ def archive(chance: random.Random, folder: Path):
     found = place / name
     done = [] if chance.random() < 0.3 else [spoil(chance, chance.choice(files_of(found)) if found.is_dir() else found)]
 
-    def run() -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        from checkpoint.archives import load_archive_into
-
-        model = AutoModelForCausalLM.from_pretrained(sound_model(), dtype=torch.float32)
-        load_archive_into(model, found)
-        check_weights(model, sound_model())
+    def run() -> str:
+        return load_model(folder, str(sound_model()), f"model.archive=archive/{name}")
 
     return f"archive {name}, {done}", run
 
