@@ -108,12 +108,20 @@ class ChatTemplate:
         )
 
     def around_answer(self, messages: list[dict], mark: str) -> tuple[str, str]:
-        """What the template writes before and after the assistant's answer to `messages`; mark: unused characters."""
+        """What the template writes before and after the assistant's answer to `messages`; mark: unused characters.
+
+        Raises:
+            ValueError: it does not write the answer, or more than once.
+        """
         text = self.render([*messages, {"role": "assistant", "content": mark}])
         head, found, tail = text.rpartition(mark)
         if not found:
             raise ValueError(
                 "the chat template does not write the assistant's answer; give another with data.chat_template"
+            )
+        if mark in head:  # what lies between the two would be trained on as if it were the answer
+            raise ValueError(
+                "the chat template writes the assistant's answer more than once; give another with data.chat_template"
             )
         return head, tail
 

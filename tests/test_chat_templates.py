@@ -178,6 +178,7 @@ FAILING = {
     "surrogate": ("{{ '\\ud800' }}", "UnicodeEncodeError"),
     "unsafe": ("{{ messages.__class__.__mro__ }}", "unsafe"),
     "range": ("{{ range(10 ** 9) | list }}", "OverflowError"),
+    "twice": (CHATML + "{{ messages[-1]['content'] }}", "writes the assistant's answer more than once"),
     "nothing": ("{{ '' }}", "does not write the assistant's answer"),
 }
 
