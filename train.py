@@ -14,6 +14,7 @@ import traceback
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -148,8 +149,8 @@ def command_line() -> int:
     streams.open_standard_streams()
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra hand its errors to us instead of printing them in its own way
-    sys.argv[1:] = arguments_for_hydra(sys.argv[1:])
     try:
+        sys.argv[1:] = arguments_for_hydra(sys.argv[1:])
         main()
         return 0
     except KeyboardInterrupt:
@@ -181,10 +182,33 @@ def _remove_empty(folder: str, levels: int) -> None:
 
 
 def arguments_for_hydra(arguments: list[str]) -> list[str]:
-    """The arguments with two of Hydra's peculiarities removed: keys of free mappings need no +, and -m can stand
-    anywhere."""
+    """The arguments with some of Hydra's peculiarities removed: keys of free mappings need no +, values need no quotes
+    for ~, = and letters like ä, -m can stand anywhere, and experiment=null is no experiment.
+
+    Raises:
+        ValueError: an argument that is of another program, or a value that a config group cannot have.
+    """
+    for argument in arguments:
+        _check_argument(argument)
+    arguments = [settings.quoted(argument) for argument in arguments if argument != "experiment=null"]
     arguments = [("++" + argument if argument.startswith(FREE_KEYS) else argument) for argument in arguments]
     return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))  # the rest stays in order
+
+
+def _check_argument(argument: str) -> None:
+    option = re.fullmatch(r"--([\w.-]+)(=.*)?", argument)
+    if option:
+        name = option[1].replace("-", "_")
+        if name in settings.SCHEMA or name in GROUPS or settings.foreign_advice(name):
+            raise ValueError(
+                f"{argument}: settings are given as KEY=VALUE, without --{settings.foreign_advice(name) or ''}"
+            )
+    key, equals, value = argument.lstrip("+~").partition("=")
+    if equals and not key:
+        raise ValueError(f"cannot read the argument {argument}: write KEY=VALUE")
+    if equals and key in GROUPS and argument != "experiment=null":
+        if value in ("null", "true", "false", "") or re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", value):
+            raise ValueError(f"{argument} is not allowed; allowed: {key}={f'|{key}='.join(settings.options(key))}")
 
 
 def report_error(error: Exception, where: str = "", wants_traceback: bool = False) -> int:
@@ -230,22 +254,39 @@ def explain_composition(error: Exception) -> str:
     if unknown_option and unknown_option.group(1) in GROUPS:
         group, option = unknown_option.groups()
         options = settings.options(group)
+        if group == "model" and ("/" in option or os.path.isdir(option)):
+            return f"model={option} is no file of config/model; use model=blank_model model.name_or_path={option}"
         return f"{group}={option} does not exist; allowed: {', '.join(options)}" + settings.near_miss(option, options)
     unknown_key = re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text)
     unknown_key = unknown_key or re.search(r"Key '([^']+)' is not in struct", text)
     if unknown_key and "is already at" not in text:
         key = unknown_key.group(1).lstrip("+~")
-        if "." not in key and settings.near_miss(key, list(GROUPS)):
+        if "." not in key and settings.near_miss(key, list(GROUPS)) and not settings.foreign_advice(key):
             return f"there is no key {key}{settings.near_miss(key, list(GROUPS))}"
         return settings.unknown_key(key, _composed_without(key))
-    if "Error parsing override" in text or "mismatched input" in text or "LexerNoViableAlt" in text:
-        argument = re.search(r"override '(.*)'", text)
+    unreadable = _unreadable_argument()
+    if unreadable:
         return (
-            f"cannot read the argument {argument.group(1) if argument else ''}: write KEY=VALUE, and put quotes "
-            "around values with spaces or special signs: 'KEY=\"VALUE\"'"
+            f"cannot read the argument {unreadable}: write KEY=VALUE, and put quotes around values with spaces or "
+            "special signs: 'KEY=\"VALUE\"'"
         )
+    merged = re.search(r"Error merging override '?[+~]*([\w.]+)=", text)
+    if merged and merged[1] in settings.SCHEMA:
+        return f"{merged[1]} takes another kind of value; allowed: {settings.SCHEMA[merged[1]].describe()}"
     cause = str(error.__cause__ or "")
     return " ".join(f"{text} {cause if cause not in text else ''}".split())
+
+
+def _unreadable_argument() -> str | None:
+    """The first argument of the command line that Hydra's grammar cannot read."""
+    parser = OverridesParser.create()
+    for argument in sys.argv[1:]:
+        try:
+            if not argument.startswith("-"):
+                parser.parse_override(argument)
+        except HydraException:
+            return argument
+    return None
 
 
 def _composed_without(key: str) -> dict:

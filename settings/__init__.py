@@ -11,9 +11,10 @@ from omegaconf import DictConfig
 
 from settings.checks import check
 from settings.checks.keys import check_keys, keys_of, unknown_key
-from settings.command_line import named_keys
+from settings.command_line import named_keys, quoted
 from settings.config_files import CONFIG_DIR, options
 from settings.convert import as_dict, complete, flatten, from_dict, recorded_form, replace, resolve
+from settings.foreign_keys import advice as foreign_advice
 from settings.messages import near_miss, show
 from settings.resume import recorded
 from settings.schema import SCHEMA, ModelSettings, Settings
@@ -27,11 +28,13 @@ __all__ = [
     "check",
     "finalize",
     "flatten",
+    "foreign_advice",
     "keys_of",
     "complete",
     "named_keys",
     "near_miss",
     "options",
+    "quoted",
     "from_dict",
     "recorded",
     "replace",

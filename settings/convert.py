@@ -14,6 +14,8 @@ from settings import paths
 from settings.config_files import defaults, options
 from settings.schema import SCHEMA, Settings
 
+LONGEST_NAME = 255 - len("_2026-01-31_23-59-59_123456")  # bytes: what file systems allow, less what a run folder adds
+
 
 class NeededSetting(ValueError):
     """A config file leaves a setting to the user."""
@@ -94,8 +96,17 @@ def recorded_form(config: DictConfig) -> dict:
             for name in (model["name_or_path"], values["loss"]["name"], *values["datasets"])
         ]
         values["exp_name"] = "_".join(map(utils.file_name, [*parts[:2], "+".join(parts[2:])]))
-    values["exp_name"] = utils.file_name(values["exp_name"])
+    values["exp_name"] = _short_enough(utils.file_name(values["exp_name"]))
     return values
+
+
+def _short_enough(name: str) -> str:
+    """A name that a folder can have together with the time after it; a longer one ends in a digest of itself."""
+    content = name.encode()
+    if len(content) <= LONGEST_NAME:
+        return name
+    kept = content[: LONGEST_NAME - 9].decode(errors="ignore")
+    return f"{kept}-{utils.checksum(content)[:8]}"
 
 
 def from_dict(values: Mapping[str, Any]) -> Settings:

@@ -1,12 +1,13 @@
 """What one setting may be: its meaning, range and choices, declared beside its type in the schema."""
 
-import math
 from dataclasses import Field, dataclass, field, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from settings.messages import show
 
+LARGEST_INTEGER = 2**63 - 1
+LARGEST_NUMBER = 3.4e38
 KINDS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "flag", tuple: "names", dict: "mapping"}
 WORDS = {
     "integer": "a whole number",
@@ -112,4 +113,12 @@ def kind_of(annotation: Any) -> tuple[str, tuple, bool]:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value is a number that float32 can hold; a whole number may be as large as int64 holds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= (LARGEST_INTEGER if isinstance(value, int) else LARGEST_NUMBER)  # false for nan
+
+
+def too_large(value: Any) -> bool:
+    """Whether a value would be a number but for its size."""
+    return isinstance(value, (int, float)) and value == value and not isinstance(value, bool) and not is_number(value)

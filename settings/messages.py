@@ -17,6 +17,9 @@ def show(value: Any) -> str:
         return "[" + ",".join(map(show, value)) + "]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{show(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, int) and abs(value) >= 10**20:
+        text = str(value)
+        return f"{text[:6]}...{text[-3:]}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -10,9 +10,9 @@ what may differ between the processes of a run.
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
-from settings.key import Key, key, key_of, rest
+from settings.key import LARGEST_INTEGER, Key, key, key_of, rest
 
-LARGEST_SEED = 2**63 - 1
+A_YEAR = 60 * 24 * 366  # minutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class SamplingSettings:
     temperature: float = key("0: the likeliest token", low=0, may_change=True)
     top_p: float = key("probability mass drawn from", low=0, high=1, may_change=True)
     max_new_tokens: int = key("longest continuation, tokens", low=1, may_change=True)
-    seed: int = key("of the draws", low=0, high=LARGEST_SEED, may_change=True)
+    seed: int = key("of the draws", low=0, high=LARGEST_INTEGER, may_change=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,9 @@ class GuardSettings:
 
     on_nonfinite: Literal["stop", "skip"] = key("at a loss or gradient that is not finite", may_change=True)
     max_nonfinite_steps: int = key("how often to skip", low=0, may_change=True)
-    collective_timeout_minutes: float = key("longest wait for another rank", low=0, open=True, may_change=True)
+    collective_timeout_minutes: float = key(
+        "longest wait for another rank", low=0, high=A_YEAR, open=True, may_change=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,7 @@ class Settings:
     fsdp: FsdpSettings
     # The run
     exp_name: str | None = key("name of the run; null: <model>_<loss>_<datasets>", may_change=True)
-    seed: int = key("fixes data order, samples, random initial weights", low=0, high=LARGEST_SEED)
+    seed: int = key("fixes data order, samples, random initial weights", low=0, high=LARGEST_INTEGER)
     debug: bool = key("no wandb, no checkpoints")
     local_dirs: tuple[str, ...] = key(
         "where runs are kept: the first that exists and can be written, else the last", may_change=True, per_node=True

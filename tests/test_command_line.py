@@ -55,6 +55,65 @@ def test_one_message_and_nothing_left(command, tmp_path, arguments, words):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "argument, key, value",
+    [
+        ("datasets=[a=b.jsonl,~/ä.jsonl,plain.jsonl]", "datasets", ["a=b.jsonl", "~/ä.jsonl", "plain.jsonl"]),
+        ("local_dirs=[~/runs, ö]", "local_dirs", ["~/runs", "ö"]),
+        ("model.archive=~/runs/x", "model.archive", "~/runs/x"),
+        ("exp_name=größe", "exp_name", "größe"),
+        ('exp_name="a=b"', "exp_name", "a=b"),
+        ("exp_name=${seed}", "exp_name", 0),
+        ("optimizer_kwargs={betas:[0.9,0.99],eps:1e-6}", "optimizer_kwargs", {"betas": [0.9, 0.99], "eps": 1e-6}),
+        ("optimizer_kwargs.betas=[0.9,0.99]", "optimizer_kwargs", {"betas": [0.9, 0.99]}),
+        ("data.weights={hh:2}", "data.weights", {"hh": 2}),
+        ("model.random_config={hidden_size:32}", "model.random_config.hidden_size", 32),
+        ("experiment=null", "experiment", None),
+    ],
+)
+def test_values_are_taken_as_they_are_written(argument, key, value):
+    config = compose_config("model=tiny", *train.arguments_for_hydra([argument]))
+    found = OmegaConf.select(config, key)
+    assert (OmegaConf.to_container(found) if OmegaConf.is_config(found) else found) == value
+
+
+@pytest.mark.parametrize(
+    "argument, words",
+    [
+        ("=5", ["=5", "KEY=VALUE"]),
+        ("+=5", ["+=5", "KEY=VALUE"]),
+        ("loss=null", ["loss=null", "loss=dpo"]),
+        ("model=3", ["model=3", "model=tiny"]),
+        ("fsdp=", ["fsdp=", "fsdp=full_shard"]),
+        ("--learning_rate=3", ["without --", "here that is lr"]),
+        ("--batch-size", ["without --"]),
+    ],
+)
+def test_arguments_that_hydra_could_not_read_are_refused(argument, words):
+    with pytest.raises(ValueError) as error:
+        train.arguments_for_hydra(["model=tiny", argument])
+    assert [word for word in words if word not in str(error.value)] == []
+    assert train.explain(error.value) == str(error.value)
+
+
+@pytest.mark.parametrize(
+    "argument, words",
+    [
+        ("model=Qwen/Qwen2-0.5B", ["model=blank_model model.name_or_path=Qwen/Qwen2-0.5B"]),
+        ("ref_model=x", ["no key ref_model", "the reference is the policy"]),
+        ("optimizer_kwargs=[1]", ["optimizer_kwargs", "a mapping"]),
+        ("lr=(1", ["cannot read the argument lr=(1"]),
+    ],
+)
+def test_what_hydra_refuses_is_explained(argument, words, monkeypatch):
+    arguments = train.arguments_for_hydra(["model=tiny", argument])
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    with pytest.raises(Exception) as error:
+        compose_config(*arguments)
+    message = train.explain(error.value)
+    assert [word for word in words if word not in message] == [] and len(message.splitlines()) == 1
+
+
 def test_a_sweep_of_bad_values(command, tmp_path):
     done = command("-m", "model=tiny", "loss=dpo", "loss.beta=-1,-2", "local_dirs=[runs]")
     assert done.returncode == 2 and "Traceback" not in done.stderr

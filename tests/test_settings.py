@@ -5,6 +5,7 @@ import functools
 import inspect
 import os
 import pickle
+import re
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from conftest import ROOT, compose_config
 from omegaconf import OmegaConf
 
 import settings
+import train
 import utils
+from settings.checks.optimizer import OPTIMIZERS
+from settings.foreign_keys import FOREIGN_KEYS, FSDP1_KEYS
 
 # The README commands of the DPO reference implementation (eric-mitchell/direct-preference-optimization):
 # paths of weights are put in by the tests.
@@ -82,7 +86,7 @@ def check_quickly(line, device_count=None):
     for word, group in zip(words, is_group):
         if not group:
             key, _, value = word.lstrip("+").partition("=")
-            OmegaConf.update(config, key, yaml.safe_load(value), force_add=True)
+            OmegaConf.update(config, key, OmegaConf.create(f"value: {value}").value, force_add=True)
     settings.validate(config, device_count, settings.named_keys(words))
 
 
@@ -218,10 +222,62 @@ def test_settings_are_frozen_and_replaced_by_key():
 def test_optimizers_match_torch():
     import torch
 
-    from settings.checks.optimizer import OPTIMIZERS
-
     for name, arguments in OPTIMIZERS.items():
         assert set(arguments.split()) <= set(inspect.signature(getattr(torch.optim, name)).parameters), name
+
+
+VALUES = (-1, 0, 0.5, 1, 1.5, 5, None, [0.9, 0.99], [0, 0], [1.5, 0.9], [0.5, 1.2], [2, 3], [1e-6, 50], [None, 1e-3])
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_arguments_that_are_allowed_are_allowed_by_torch(name):
+    """Each value that the checks let through builds an optimizer of torch, and a step of it is finite."""
+    import torch
+
+    from training.optimizer import make_optimizer
+
+    usual = settings.finalize(composed("model=tiny"))
+    for argument in OPTIMIZERS[name].split():
+        for value in VALUES if argument not in ("fused", "foreach", "capturable") else ():
+            config = settings.replace(usual, {"optimizer": name, f"optimizer_kwargs.{argument}": value})
+            try:
+                settings.check(config, device_count=0)
+            except ValueError:
+                continue
+            weight = torch.nn.Parameter(torch.ones(3, 2))
+            optimizer = make_optimizer(config, [{"params": [weight]}])
+            for _ in range(2):
+                weight.grad = torch.full_like(weight, 0.1)
+                optimizer.step()
+            assert torch.isfinite(weight).all(), (argument, value)
+
+
+def test_foreign_keys_lead_to_keys_of_ours():
+    for foreign, ours in {**FOREIGN_KEYS, **FSDP1_KEYS}.items():
+        assert foreign not in settings.SCHEMA
+        name = re.match(r"[\w.]+", ours)[0]
+        section = name.rpartition(".")[0]
+        assert (
+            ours.startswith("not needed: ")
+            or name in settings.SCHEMA
+            or name in settings.keys_of({"loss.name": "dpo"})
+            or name in ("loss", "fsdp")
+            or section == "optimizer_kwargs"
+        ), foreign
+    table = (ROOT / "docs" / "sharding.md").read_text()
+    named = re.findall(r"`(\w+)", "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `")))
+    arguments = [name for name in named if name.islower()]
+    assert [name for name in arguments if name not in FSDP1_KEYS] == [], "every argument of the table is known"
+
+
+def test_long_names_of_runs_end_in_a_digest():
+    """Eight data files with long names, say: the run's folder must have a name that file systems allow."""
+    names = [f"preferences-of-annotators-{'x' * 40}-{n}" for n in range(8)]
+    given = [f"exp_name={'+'.join(names)}", f"exp_name={'+'.join(names[::-1])}", f"exp_name={'ä' * 300}"]
+    made = [check("model=tiny", *train.arguments_for_hydra([word])).exp_name for word in given]
+    assert len(set(made)) == 3
+    assert all(200 < len(name.encode()) <= 255 - len("_2026-01-31_23-59-59_123456") for name in made)
+    assert check("model=tiny", "exp_name=" + "x" * 228).exp_name == "x" * 228, "what was short enough stays"
 
 
 @pytest.mark.parametrize(
@@ -245,8 +301,33 @@ def test_optimizers_match_torch():
         ("activation_checkpointing=0", ["activation_checkpointing=0"]),
         ("wandb=false", ["wandb=false", "wandb.enabled"]),
         ("device=gpu", ["device=gpu", "cuda"]),
+        ("lr=1e308", ["lr=1e+308", "too large"]),
+        (f"lr={'1' * 400}", ["lr=111111...111", "too large"]),
+        (f"n_examples={'1' * 400}", ["n_examples=111111...111", "too large"]),
+        ("loss=dpo loss.beta=1e308", ["loss.beta=1e+308", "too large"]),
+        ("guards.collective_timeout_minutes=1e30 trainer=FSDPTrainer", ["collective_timeout_minutes", "below"]),
+        ("datasets=hh", ["write datasets=[hh]"]),
+        # arguments of optimizers
+        ("optimizer=Adadelta +optimizer_kwargs.rho=5", ["rho=5", "below 1"]),
+        ("optimizer=Rprop +optimizer_kwargs.etas=[2,3]", ["etas=[2,3]", "above 1"]),
+        ("optimizer=Rprop +optimizer_kwargs.step_sizes=[1,0]", ["step_sizes=[1,0]", "least"]),
+        ("+optimizer_kwargs.alpha=1.5", ["alpha=1.5", "below 1"]),
+        ("optimizer=AdamW +optimizer_kwargs.betas=[null,0.9]", ["betas=[null,0.9]"]),
+        ("optimizer=Adafactor +optimizer_kwargs.d=0", ["d=0", "from 1 up"]),
+        ("optimizer=Adafactor +optimizer_kwargs.beta2_decay=5", ["beta2_decay=5", "0 or below"]),
+        ("optimizer=Adafactor +optimizer_kwargs.eps=[null,-1]", ["eps=[null,-1]"]),
+        ("optimizer=AdamW +optimizer_kwargs.capturable=true device=cpu", ["capturable=true needs CUDA"]),
         # names
         ("+foo=1", ["no key foo"]),
+        ("+learning_rate=1", ["no key learning_rate", "here that is lr"]),
+        ("+output_dir=x", ["here that is local_dirs"]),
+        ("+gradient_checkpointing=true", ["here that is activation_checkpointing"]),
+        ("+ref_model=x", ["the reference is the policy"]),
+        ("+beta=0.1", ["loss.beta", "loss=dpo"]),
+        ("+trainer_args.num_train_epochs=3", ["here that is n_epochs"]),
+        ("+sharding_strategy=FULL_SHARD", ["fsdp.sharding_strategy", "docs/sharding.md"]),
+        ("+fsdp.auto_wrap_policy=x", ["model.block_name", "docs/sharding.md"]),
+        ("+fsdp.use_orig_params=true", ["not needed", "docs/sharding.md"]),
         ("+loss.bta=1 loss=dpo", ["loss.bta", "did you mean loss.beta?"]),
         ("+loss.beta=1", ["loss=sft has no key loss.beta", "dpo", "ipo"]),
         ("+loss.label_smoothing=0.1 loss=ipo", ["loss=ipo has no key loss.label_smoothing", "loss=dpo"]),

@@ -17,8 +17,11 @@ def make_optimizer(config: Settings, parameter_groups: list[dict]) -> torch.opti
         ValueError: its keyword arguments do not fit.
     """
     kind = getattr(torch.optim, config.optimizer)
+    arguments = dict(config.optimizer_kwargs)
+    if "betas" in arguments:
+        arguments["betas"] = [float(beta) for beta in arguments["betas"]]  # torch refuses [0, 0]
     try:
-        return kind(parameter_groups, lr=config.lr, **config.optimizer_kwargs)
+        return kind(parameter_groups, lr=config.lr, **arguments)
     except TypeError as problem:
         raise ValueError(
             f"optimizer_kwargs={dict(config.optimizer_kwargs)} do not fit torch.optim.{config.optimizer}: {problem}"

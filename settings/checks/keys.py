@@ -5,7 +5,8 @@ from typing import Any
 from losses import Option, find_loss, registry
 from settings.config_files import options, read
 from settings.convert import flatten
-from settings.key import Key, kind_of
+from settings.foreign_keys import advice
+from settings.key import Key, kind_of, too_large
 from settings.messages import near_miss, show
 from settings.schema import SCHEMA
 
@@ -60,7 +61,10 @@ def check_keys(values: dict[str, Any]) -> None:
             raise ValueError(f"{key} is missing: {schema[key].meaning}; allowed: {schema[key].describe()}")
     for key, value in flat.items():
         if not schema[key].admits(value):
-            near = near_miss(str(value), [str(c) for c in schema[key].choices])
+            near = near_miss(show(value), [str(c) for c in schema[key].choices])
+            if schema[key].kind == "names" and isinstance(value, str):
+                near += f"; write {key}=[{value}]"
+            near += "; this one is too large" if too_large(value) else ""
             raise ValueError(
                 f"{key}={show(value)} is not allowed ({schema[key].meaning}); allowed: {schema[key].describe()}{near}"
             )
@@ -88,6 +92,9 @@ def unknown_key(key: str, flat: dict[str, Any]) -> str:
     if key == "model.size":
         return "model.size belongs to model=pythia; other models have one size. Leave it out, or choose model=pythia."
     schema = keys_of(flat)
+    foreign = advice(key)
+    if foreign is not None:
+        return f"there is no key {key}{foreign}"
     message = f"there is no key {key}" + near_miss(key, list(schema), cut=0.7)
     if "did you mean" not in message:
         group, _, leaf = key.rpartition(".")

@@ -39,6 +39,9 @@ def check(settings: Settings, device_count: int | None) -> int | None:
     elif kind == "mps" and settings.model.attention == "flex":
         raise ValueError("model.attention=flex needs CUDA; on mps use packed_sdpa or auto")
 
+    if kind in ("cpu", "mps") and settings.optimizer_kwargs.get("capturable"):
+        raise ValueError(f"optimizer_kwargs.capturable=true needs CUDA; on {kind} leave it out")
+
     world = settings.world_size
     joined = utils.joined_world()
     if joined is not None:
