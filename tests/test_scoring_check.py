@@ -71,12 +71,12 @@ def scores_of_rank(world, folder, models, kinds, more):
     "more, tolerance", [((), 1e-5), (("model.fsdp_policy_mp=bfloat16",), 5e-2)], ids=["fp32", "bf16"]
 )
 def test_a_sharded_model_is_tried_with_its_own_weights(folder, pools, tmp_path, more, tolerance):
-    kinds = ("doge", "lfm2", "bloom", "llama")
+    kinds = ("doge", "falcon_h1", "lfm2", "bloom", "gemma3n_text", "llama")
     for kind in kinds:
         save_model(tmp_path / kind, kind)
     for found in pools(2).run(scores_of_rank, folder, tmp_path, kinds, (*FSDP, *more)):
         for kind, (kernel, logps, truth) in found.items():
-            assert is_packed(kernel) is (kind == "llama"), kind
+            assert is_packed(kernel) is (kind in ("gemma3n_text", "llama")), kind
             assert logps == pytest.approx(truth, rel=tolerance), kind
 
 
