@@ -65,8 +65,11 @@ def packed_attention(
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             attention_mask = attention_mask == 0
         return attend(query, key, value, attention_mask, scaling, softcap, s_aux).transpose(1, 2).contiguous(), None
-    layout.readers.add(module)
-    layout.unread = layout.unread or unread_input(module, attention_mask, sliding_window, kwargs)
+    layout.used = True
+    if not torch.compiler.is_compiling():
+        # Compiled, this would be a graph for each layer. The start's try, which nothing is compiled in, has looked.
+        layout.readers.add(module)
+        layout.unread = layout.unread or unread_input(module, attention_mask, sliding_window, kwargs)
     needs = (*features, *(["value width"] if query.shape[-1] != value.shape[-1] else []))
     kernel = kernel_for(layout.kernel, query.device.type, query.dtype, needs)
     assert kernel.function is not None, f"{kernel.name} is registered for packed rows without a function"

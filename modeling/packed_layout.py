@@ -40,12 +40,14 @@ class PackedLayout:
         kernel: name of the attention kernel that reads it (attention_kernels.py).
     Attributes:
         pieces: the pieces of one token or more in the row's order, a prompt before its responses.
-        readers: the attention modules that have read it.
+        used: whether any layer's attention has read it.
+        readers: the attention modules that have read it outside of compiled code.
         unread: what one of them takes and packed rows leave out, in words; None if nothing.
     """
 
     def __init__(self, trees: list[PrefixTree], positions: torch.Tensor, kernel: str = "packed_sdpa"):
         self.trees, self.positions, self.kernel = trees, positions, kernel
+        self.used = False
         self.readers: set[torch.nn.Module] = set()
         self.unread: str | None = None
         self.pieces: list[Piece] = []

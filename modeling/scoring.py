@@ -54,7 +54,7 @@ def token_logps(model, batch: MicroBatch, layout: PackedLayout | None = None) ->
     hidden = model.base_model(**arguments).last_hidden_state
     if layout is not None:
         # Code with attention of its own drops the layout without a word and scores something else.
-        problem = layout.unread if layout.readers else "its attention is not replaceable"
+        problem = layout.unread if layout.used else "its attention is not replaceable"
         if problem:
             raise NotImplementedError(problem)
     hidden = hidden.reshape(-1, hidden.shape[-1])[batch.predictors]

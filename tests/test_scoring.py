@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from architectures import KINDS, PLAIN_ONLY, SLIDING, VOCABULARY, make
 from conftest import compose_config
 from scoring_checks import PAD, UNITS, check_same, relative, scored, true_scores, unit_of
@@ -163,6 +164,7 @@ def broken_attention(how):
                 trees = [PrefixTree(s.prompt, (sum(s.responses),)) for s in layout.trees]
             elif how == "prompt":  # responses do not see their prompt
                 trees = [PrefixTree(n, ()) for s in layout.trees for n in (s.prompt, *s.responses)]
+            layout.used = True
             layout.readers.add(module)
             layout = PackedLayout(trees, layout.positions)
         return packed_attention(module, query, key, value, mask, scaling, dropout, layout=layout, **kwargs)
@@ -208,3 +210,19 @@ def test_an_unknown_head_is_scored_through_the_whole_model():
         ]
     )
     assert torch.allclose(response_logps(model, pad(UNITS, PAD)), expected, rtol=1e-5)
+
+
+def test_layers_and_rows_of_any_number_share_their_compiled_code():
+    """Notes about who reads a row must not be part of it: a graph a layer, and after eight nothing is compiled."""
+    counts = {}
+    for layers in (3, 10):
+        torch._dynamo.reset()
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        model = make("llama", num_hidden_layers=layers)
+        use_attention(model, "packed_sdpa")
+        for block in find_blocks(model, None):
+            block.compile(dynamic=True, backend="eager")
+        for n in (5, 9, 23, 40):
+            response_logps(model, pack([unit_of(0, n, [n + 1, 7]), unit_of(1, 6, [n])])).sum().backward()
+        counts[layers] = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert counts[3] == counts[10] <= 6
