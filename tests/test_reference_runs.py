@@ -166,6 +166,13 @@ def test_a_run_killed_while_it_computes_them_goes_on_from_there(place, monkeypat
 OTHER_BATCHES = ("tokens_per_microbatch=1", "eval_batch_size=1", "shuffle=prompts", "n_examples=26")
 
 
+def move_by_rounding(place):
+    """Other kernels, or other batches on other hardware, differ by a few units in the last place."""
+    for path in files(place):
+        values = values_of(path)
+        write_values(path, values * (1 + 3e-7 * np.random.default_rng(0).integers(-3, 4, len(values))))
+
+
 def check_start(losses, steps, evals):
     assert losses[0] == pytest.approx(LN2, abs=1e-7)
     assert steps[0]["rewards_train/margins"] == evals[0]["rewards_eval/margins"] == 0
@@ -175,6 +182,7 @@ def check_start(losses, steps, evals):
 def test_the_policy_starts_as_a_reference_that_was_scored_in_other_batches(place):
     options = (*NEOX, *SHORT, cache(place))
     train(place, *options, *OTHER_BATCHES)
+    move_by_rounding(place)
     run = train(place, *options)
     check_start(*all_numbers(run))
     assert run.steps[1]["rewards_train/margins"] != 0
@@ -255,6 +263,7 @@ def test_ranks_agree_on_what_is_missing_while_another_job_writes(place, pools):
 def test_shards_start_as_a_reference_that_was_scored_in_other_batches(place, pools, name):
     options = [*NEOX, *SHORT, *placement(name, 2), cache(place)]
     pools(2).run(first_numbers, place, [*options, *OTHER_BATCHES], None, new_run_dir(place))
+    move_by_rounding(place)
     for numbers in pools(2).run(first_numbers, place, options, None, new_run_dir(place)):
         check_start(*numbers)
     assert len(files(place)) == 2
