@@ -54,14 +54,15 @@ OmegaConf.register_new_resolver("sweep_dir", sweep_dir, use_cache=True, replace=
 def main(composed: DictConfig) -> float | None:
     """One run: check the settings, train, and return the last evaluation's metric, which sweepers can optimise."""
     in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
     try:
+        overrides = overrides_of_job()
+        given = settings.named_keys(overrides)
+        settings.check_given(composed, given)
         if composed.resume is not None:
             composed, notes = resume.resumed_config(composed, overrides)
             if notes and is_main_process():
                 with contextlib.suppress(OSError):  # a pipe that is closed
                     print("\n".join(notes), flush=True)
-        given = settings.named_keys(overrides)
         settings.validate(composed, given=given)
         config = settings.finalize(composed)
         if in_sweep and config.wandb.group is None and _sweep_dirs:
@@ -82,6 +83,13 @@ def main(composed: DictConfig) -> float | None:
         elif _on_command_line:
             raise Ended(error) from error
         raise
+
+
+def overrides_of_job() -> list[str]:
+    """The arguments of this run as Hydra took them; in a sweep, those of this job. What ${...} they hold stays."""
+    if not HydraConfig.initialized():
+        return []
+    return list(OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
 
 
 def check_devices(config: Settings, given: list[str]) -> None:
@@ -242,6 +250,9 @@ def is_main_process() -> bool:
 
 def explain(error: Exception) -> str | None:
     """The message for the user about an error, or None if it is no mistake of the user's."""
+    if "Config group override must be a string" in str(error):
+        groups = [argument for argument in sys.argv[1:] if re.search(r"=(null|true|false|[\d.e+-]*)$", argument)]
+        return f"{' or '.join(groups)} is not allowed: a config group takes the name of one of its files"
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return explain_composition(error)
     return str(error) if failures.is_users_mistake(error) else None

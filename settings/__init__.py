@@ -7,10 +7,11 @@ torch, so that a typing mistake costs a second. config/*.yaml hold the defaults 
 
 from collections.abc import Collection
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from settings.checks import check
-from settings.checks.keys import check_keys, keys_of, unknown_key
+from settings.checks.keys import check_keys, check_value, keys_of, unknown_key
 from settings.command_line import named_keys, quoted
 from settings.config_files import CONFIG_DIR, options
 from settings.convert import as_dict, complete, flatten, from_dict, recorded_form, replace, resolve
@@ -26,6 +27,7 @@ __all__ = [
     "Settings",
     "as_dict",
     "check",
+    "check_given",
     "finalize",
     "flatten",
     "foreign_advice",
@@ -42,6 +44,21 @@ __all__ = [
     "unknown_key",
     "validate",
 ]
+
+
+def check_given(config: DictConfig, given: Collection[str]) -> None:
+    """Check the values of the keys that a command names, each alone, before anything is made of them.
+
+    Raises:
+        ValueError: a value that its key may not have.
+    """
+    for name in given:
+        if name in SCHEMA:
+            try:
+                value = OmegaConf.select(config, name)
+            except OmegaConfBaseException:
+                continue  # an interpolation that leads nowhere, which `resolve` reports
+            check_value(name, SCHEMA[name], OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
 
 
 def validate(config: DictConfig, device_count: int | None = None, given: Collection[str] = ()) -> None:

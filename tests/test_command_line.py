@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, compose_config, free_port
@@ -102,6 +103,7 @@ def test_arguments_that_hydra_could_not_read_are_refused(argument, words):
         ("model=Qwen/Qwen2-0.5B", ["model=blank_model model.name_or_path=Qwen/Qwen2-0.5B"]),
         ("ref_model=x", ["no key ref_model", "the reference is the policy"]),
         ("optimizer_kwargs=[1]", ["optimizer_kwargs", "a mapping"]),
+        ("hydra=true", ["hydra=true", "the name of one of its files"]),
         ("lr=(1", ["cannot read the argument lr=(1"]),
     ],
 )
@@ -453,6 +455,24 @@ def test_resume_refuses_another_run(tmp_path):
         resumed(tmp_path, f"resume={folder}", "loss=dpo", "loss.beta=0.2", "batch_size=16")
     with pytest.raises(ValueError, match="not a run folder"):
         resumed(tmp_path, f"resume={tmp_path}")
+
+
+@pytest.mark.parametrize("word", ["resume=[1]", "resume=3", "local_dirs=3", "exp_name=[a]", "datasets=hh"])
+def test_values_of_another_type_are_refused_before_a_run_is_looked_for(monkeypatch, word):
+    words = ["model=tiny", "resume=auto", word]
+    hydra = SimpleNamespace(overrides=SimpleNamespace(task=OmegaConf.create(words)), mode=None)
+    monkeypatch.setattr(train, "HydraConfig", SimpleNamespace(initialized=lambda: True, get=lambda: hydra))
+    config = compose_config(*{each.partition("=")[0]: each for each in words}.values())
+    with pytest.raises(ValueError, match="is not allowed") as error:
+        train.main.__wrapped__(config)
+    assert word.partition("=")[0] in str(error.value)
+
+
+def test_arguments_with_interpolations_stay_as_they_are(monkeypatch):
+    words = OmegaConf.create(["lr=${nowhere}", "exp_name=${seed}"])
+    hydra = SimpleNamespace(overrides=SimpleNamespace(task=words))
+    monkeypatch.setattr(train, "HydraConfig", SimpleNamespace(initialized=lambda: True, get=lambda: hydra))
+    assert train.overrides_of_job() == ["lr=${nowhere}", "exp_name=${seed}"]
 
 
 def test_resume_auto(tmp_path):

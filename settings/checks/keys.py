@@ -60,14 +60,18 @@ def check_keys(values: dict[str, Any]) -> None:
         if key not in flat:
             raise ValueError(f"{key} is missing: {schema[key].meaning}; allowed: {schema[key].describe()}")
     for key, value in flat.items():
-        if not schema[key].admits(value):
-            near = near_miss(show(value), [str(c) for c in schema[key].choices])
-            if schema[key].kind == "names" and isinstance(value, str):
-                near += f"; write {key}=[{value}]"
-            near += "; this one is too large" if too_large(value) else ""
-            raise ValueError(
-                f"{key}={show(value)} is not allowed ({schema[key].meaning}); allowed: {schema[key].describe()}{near}"
-            )
+        check_value(key, schema[key], value)
+
+
+def check_value(name: str, key: Key, value: Any) -> None:
+    """Raise ValueError if the setting `name` may not have a value, as YAML has it."""
+    if key.admits(value):
+        return
+    hint = near_miss(show(value), [str(choice) for choice in key.choices])
+    if key.kind == "names" and isinstance(value, str):
+        hint += f"; write {name}=[{value}]"
+    hint += "; this one is too large" if too_large(value) else ""
+    raise ValueError(f"{name}={show(value)} is not allowed ({key.meaning}); allowed: {key.describe()}{hint}")
 
 
 def _check_loss_file(name: str | None) -> None:
