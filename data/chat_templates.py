@@ -213,9 +213,8 @@ class ChatRenderer:
             originals = {character: text for text, character in placeholders.items()}
         mark = next(free) * 3
         head, tail, messages = self._head_and_tail(messages, mark)
-        end = self.control_text.search(tail)
-        kept_tail = tail[: end.end()] if end else ""
-        if not end and tail.strip():
+        kept_tail = self.template.turn_end(tail, self.control_text)
+        if not kept_tail and tail.strip():
             self._notice(
                 f"the chat template ends an answer with {tail.strip()!r}, which is no control token of this tokenizer: "
                 f"responses end with its EOS {self.eos} instead"
@@ -228,7 +227,7 @@ class ChatRenderer:
             [body + kept_tail if len(body) > len(prompt) else body for body in bodies],
             control_tokens=True,
             from_template=True,
-            terminated=bool(end),
+            terminated=bool(kept_tail),
             header=None,
             placeholders=originals,
             messages=messages,
@@ -273,7 +272,9 @@ class ChatRenderer:
             return opening, bodies, True
         shared = os.path.commonprefix([head, *bodies])
         if not opens_turn and head.startswith(opening):
-            return shared, bodies, False
+            # A blank before the answer is written by the model, as Mistral's after [/INST]; a header is not.
+            only_blanks = shared.startswith(opening) and not head[len(opening) :].strip()
+            return opening if only_blanks else shared, bodies, False
         # What the template writes after the last message, for generation and before an answer.
         marked = [*messages[:-1], {**messages[-1], "content": other_mark}]
         _, found, for_generation = self.template.render(marked, generation_prompt=True).rpartition(other_mark)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 
 import private_apis
@@ -124,6 +127,31 @@ class ChatTemplate:
                 "the chat template writes the assistant's answer more than once; give another with data.chat_template"
             )
         return head, tail
+
+    def turn_end(self, tail: str, control_text: re.Pattern) -> str:
+        """What ends the assistant's turn, out of what the template writes after its last answer; "" for no token.
+
+        Some turns end with several control tokens (Command R7B's answer and turn), and some templates write one more at
+        the end of the text (Phi-3's): the turn ends where the user's next one would follow.
+
+        Args:
+            control_text: matches control tokens.
+        """
+        ends = [match.end() for match in control_text.finditer(tail)]
+        within = [end for end in ends if end <= len(os.path.commonprefix([tail, self._before_next_turn]))]
+        return tail[: (within or [*ends, 0][:1])[-1]]
+
+    @cached_property
+    def _before_next_turn(self) -> str:
+        """What the template writes between an answer and the user's next message; "" where it fails."""
+        free = unused_characters(self.text or "")
+        marks = [next(free) * 3 for _ in range(3)]
+        roles = "user", "assistant", "user"
+        try:
+            text = self.render([{"role": role, "content": mark} for role, mark in zip(roles, marks)])
+        except ValueError:
+            return ""
+        return text.partition(marks[1])[2].partition(marks[2])[0]
 
     def left_out(self, roles: tuple[str, ...], generation_prompt: bool) -> frozenset[int]:
         """The numbers of the messages that are not written at all, in conversations with these roles: in what is

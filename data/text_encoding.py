@@ -262,8 +262,8 @@ def end_of_turn_id(tokenizer) -> int | None:
         _, tail = template.around_answer([{"role": "user", "content": next(free) * 3}], next(free) * 3)
     except ValueError:
         return None
-    end = _any_of(control).search(tail)
-    return control[end.group()] if end else None
+    ends = _any_of(control).findall(template.turn_end(tail, _any_of(control)))
+    return control[ends[-1]] if ends else None
 
 
 def common_length(left: list[int], right: list[int]) -> int:

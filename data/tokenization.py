@@ -37,7 +37,7 @@ from data.truncation import Limits, TokenGroup, fit_group
 from data.workers import ordered_map, worker_count
 from utils import checksum
 
-FORMAT = 2  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
+FORMAT = 3  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
 CHUNK = 256  # groups that are encoded in one call
 ARRAYS = {
     "tokens": (np.int32, ()),

@@ -52,7 +52,7 @@ def fit_group(
         bos = encoder.tokenizer.bos_token_id
         prompt = prefix = [encoder.eos_id if bos is None else int(bos)]
         counts["empty_prompts"] += 1
-    alive = [True] * len(responses)
+    alive = [bool(response) for response in responses]  # what is no more than the prompt's own opening is empty
     truncated = [False] * len(responses)
     longest = max(map(len, responses))
     if len(prompt) + longest > limits.max_length:
@@ -62,7 +62,7 @@ def fit_group(
                 f"max_length={limits.max_length}; raise it, or set data.on_overlong to truncate or drop"
             )
         if limits.on_overlong == "drop":
-            alive = [len(prompt) + len(response) <= limits.max_length for response in responses]
+            alive = [bool(response) and len(prompt) + len(response) <= limits.max_length for response in responses]
         else:
             if len(prompt) > limits.max_prompt_length:
                 header = max(encoder.header_tokens(rendered, prompt_ids) - (len(prompt_ids) - length), 0)

@@ -129,6 +129,24 @@ def test_reasoning_that_the_template_lays_out_is_part_of_the_answer(tmp_path):
     ]
 
 
+def test_a_blank_before_the_answer_is_written_by_the_model(tmp_path):
+    tokenizer = byte_level("<|bos|>", True, LLAMA2)
+    row = conversation("2+2?", "four", "and 3+3?", good="six", bad="seven")
+    dataset = load(tmp_path, [row], tokenizer)
+    prompt = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+    assert texts(tokenizer, dataset) == [prompt, f" six {EOS}", f" seven {EOS}"]
+    # A header that is missing from the generation prompt stays the prompt's.
+    tokenizer = byte_level(template=CHATML.partition("{% if add")[0])
+    assert texts(tokenizer, load(tmp_path, [row], tokenizer))[0].endswith(f"{START}assistant\n")
+
+
+def test_an_answer_that_is_the_opening_of_the_turn_is_dropped(tmp_path):
+    template = STRIPS_THINKING.replace("generation_prompt -%}<a>", "generation_prompt -%}<a><think>")
+    rows = [conversation("2+2?", good="<think>a</think>4", bad="<think>"), conversation("2+2", good="4", bad="5")]
+    dataset = load(tmp_path, rows, byte_level(template=template))
+    assert len(dataset) == 1 and dataset.counts["dropped_no_room"] == 1
+
+
 def test_trimmed_answers_are_counted(tmp_path):
     dataset = load(tmp_path, [conversation("hi", good=" yes ")], byte_level("<|bos|>", True, LLAMA3))
     assert dataset.counts["answers_trimmed"] == 1 and any("drops the blanks" in notice for notice in dataset.notices)
@@ -158,6 +176,32 @@ def test_the_end_of_turn_is_the_one_trained_however_it_was_added(tmp_path, speci
     assert chosen.count(stop) == 1 and chosen[-1] == stop  # in a message it is text
     assert prompt.count(turn) == 2 and tokenizer.decode(chosen) == "<think>a<|stop|>b<|stop|>"
     assert (think in chosen) == (not special)  # a word that the model writes
+
+
+ENDS = {  # what stands after the last answer, and after an earlier one -> what is trained
+    "one": ("<|im_end|>\n", "<|im_end|>\n", "<|im_end|>"),
+    "of answer and turn": ("<|im_start|><|im_end|>", "<|im_start|><|im_end|>", "<|im_start|><|im_end|>"),
+    "of turn and text": ("<|im_end|>\n<|endoftext|>", "<|im_end|>\n", "<|im_end|>"),
+    "another for the last": ("<|endoftext|>", "<|im_end|>", "<|endoftext|>"),
+    "none before the next": ("<|endoftext|>", "", "<|endoftext|>"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_all_that_ends_a_turn_is_trained(tmp_path, name):
+    last, earlier, trained = ENDS[name]
+    template = (
+        "{% for m in messages %}{{ '<u>' if m.role == 'user' else '<a>' }}{{ m.content }}{% if m.role != 'user' %}"
+        "{% if loop.last %}{{ '" + last + "' }}{% else %}{{ '" + earlier + "' }}{% endif %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    ).replace("\n", "\\n")
+    tokenizer = byte_level(template=template)
+    assert texts(tokenizer, load(tmp_path, [conversation("hi")], tokenizer)) == [
+        "<u>hi<a>",
+        "yes" + trained,
+        "no" + trained,
+    ]
+    assert tokenizer.decode([end_of_turn_id(tokenizer)]) == trained.removeprefix(START)
 
 
 def test_stop_ids_of_other_templates():
