@@ -12,8 +12,10 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import re
 import shlex
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -46,6 +48,11 @@ def _composed(*groups: str):
     return compose_config(*groups)
 
 
+@functools.cache
+def _parsed(value: str):
+    return OmegaConf.create(f"value: {value}").value
+
+
 def compose(words: list[str]):
     """As Hydra composes them, but with Hydra for the groups only: it takes most of the time. The last word of a key
     holds."""
@@ -55,7 +62,7 @@ def compose(words: list[str]):
     for word, group in zip(words, is_group):
         if not group:
             key, _, value = word.lstrip("+").partition("=")
-            OmegaConf.update(config, key, OmegaConf.create(f"value: {value}").value, force_add=True)
+            OmegaConf.update(config, key, _parsed(value), force_add=True)
     return config
 
 
@@ -96,6 +103,10 @@ class Recorder:
             self.paused = False
 
 
+def _files(folder: Path) -> set[str]:
+    return {os.path.join(place, name) for place, _, names in os.walk(folder) for name in names}
+
+
 class Stop(Exception):
     """Ends a call where what was to be seen has been seen."""
 
@@ -125,7 +136,7 @@ def watched_run(folder: Path, words: list[str], reads: set[str], prepare=None) -
 
     "workers" and "caches" depend on what earlier runs left behind; all else does not.
     """
-    before = {path for path in folder.rglob("*") if path.is_file()}
+    before = _files(folder)
     recorder = Recorder()
     config = recorder.watched(settings.finalize(compose(words)))
     assert isinstance(config, Settings)
@@ -160,11 +171,13 @@ def watched_run(folder: Path, words: list[str], reads: set[str], prepare=None) -
     seen["parts"] = _parts(trainer)
     for name in ("metrics", "samples", "notices"):
         seen[name] = _rows(Path(run_dir) / f"{name}.jsonl", run_dir)
-    after = {path for path in folder.rglob("*") if path.is_file()} - before
-    names = sorted(str(path).replace(run_dir, "RUN") for path in after)
+    names = sorted(path.replace(run_dir, "RUN") for path in _files(folder) - before)
     names = [re.sub(r"\d{4}-\d\d-\d\d_[\d_-]+|(?<=-)\d+-[0-9a-f]{8,}", "#", name) for name in names]
     seen["files"] = [name for name in names if name.startswith("RUN")]
     seen["caches"] = [name for name in names if not name.startswith("RUN") and "config.yaml" not in name]
+    if own:
+        for done in (made, run_dir):
+            shutil.rmtree(done)
     reads |= recorder.reads
     return seen
 
