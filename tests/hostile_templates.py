@@ -105,35 +105,37 @@ CONDITIONS = (
 )
 
 
-def piece(chance: random.Random, trouble: float, depth: int = 0) -> str:
-    """A part of a loop over the messages `m`."""
+def piece(chance: random.Random, trouble: float, contents: bool = True, depth: int = 0) -> str:
+    """A part of a loop over the messages `m`; contents: it may write one."""
     way = chance.random()
     if way < trouble:
         return chance.choice(TROUBLE)
-    if way < 0.45:
+    if way < 0.45 and contents:
         return "{{ " + (CONTENTS[0] if chance.random() < 0.6 else chance.choice(CONTENTS)) + " }}"
     if way < 0.8 or depth > 2:
         return chance.choice(MARKS)
-    inside = piece(chance, trouble, depth + 1)
-    other = "{% else %}" + piece(chance, trouble, depth + 1) if chance.random() < 0.4 else ""
+    inside = piece(chance, trouble, contents, depth + 1)
+    other = "{% else %}" + piece(chance, trouble, contents, depth + 1) if chance.random() < 0.4 else ""
     return "{% if " + chance.choice(CONDITIONS) + " %}" + inside + other + "{% endif %}"
 
 
 def template(chance: random.Random) -> str:
     trouble = chance.choice((0.0, 0.0, 0.05, 0.2))
-    head = chance.choice(("", "", "{{ bos_token }}", "{{ messages[-1]['content'] }}", piece(chance, trouble)))
-    body = "".join(piece(chance, trouble) for _ in range(chance.randrange(1, 6)))
-    if chance.random() < 0.4:
-        body = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}" + body
-    loop = chance.choice(
-        ("messages", "messages", "messages", "messages", "messages[:-1]", "messages | reverse", "messages[1:]")
-    )
+    often = chance.random() < 0.2  # contents anywhere; else each once, as templates that work have it
+    head = chance.choice(("", "", "{{ bos_token }}", "\n", piece(chance, trouble, often)))
+    parts = [piece(chance, trouble, often) for _ in range(chance.randrange(1, 5))]
+    if not often:
+        content = CONTENTS[0] if chance.random() < 0.5 else chance.choice(CONTENTS)
+        parts.insert(chance.randrange(len(parts) + 1), "{{ " + content + " }}")
+        parts.insert(0, chance.choice(("<|im_start|>{{ m['role'] }}\n", "", "{{ m['role'] }}: ")))
+    body = "".join(parts)
+    loop = chance.choice(("messages",) * 12 + ("messages[:-1]", "messages | reverse", "messages[1:]"))
     tail = chance.choice(
         (
             "",
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
             "{{ eos_token }}",
-            piece(chance, trouble).replace("m[", "messages[0]["),
+            piece(chance, trouble, often).replace("m[", "messages[0]["),
         )
     )
     whole = head + "{% for m in " + loop + " %}" + body + "{% endfor %}" + tail
