@@ -255,7 +255,16 @@ def explain(error: Exception) -> str | None:
         return f"{' or '.join(groups)} is not allowed: a config group takes the name of one of its files"
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return explain_composition(error)
+    if _raised_by_hydra(error):
+        what = " ".join(str(error).split()) or "an argument has no meaning to Hydra"
+        return f"the command line cannot be composed: {what}; write KEY=VALUE, or GROUP=OPTION with the name of a file"
     return str(error) if failures.is_users_mistake(error) else None
+
+
+def _raised_by_hydra(error: Exception) -> bool:
+    """Whether Hydra stumbled over the command line in a way that it has no error of its own for."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and os.path.dirname(hydra.__file__) in frames[-1].filename
 
 
 def explain_composition(error: Exception) -> str:
@@ -278,8 +287,8 @@ def explain_composition(error: Exception) -> str:
     unreadable = _unreadable_argument()
     if unreadable:
         return (
-            f"cannot read the argument {unreadable}: write KEY=VALUE, and put quotes around values with spaces or "
-            "special signs: 'KEY=\"VALUE\"'"
+            f"cannot read the argument {settings.show(unreadable)}: write KEY=VALUE, and put quotes around values with "
+            "spaces or special signs: 'KEY=\"VALUE\"'"
         )
     merged = re.search(r"Error merging override '?[+~]*([\w.]+)=", text)
     if merged and merged[1] in settings.SCHEMA:

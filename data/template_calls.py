@@ -18,6 +18,8 @@ from data.files import check_regular
 
 # CPU seconds that one rendering may take; a conversation of 100,000 tokens takes a few milliseconds.
 PATIENCE = 10.0
+# Characters that a template may write beside the messages' own; the longest ones in use write some thousand.
+MOST_ADDED = 1_000_000
 # Code points that no text uses, for it is up to each program what they mean; then the planes without characters.
 _UNASSIGNED = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE), range(0x40000, 0xDFFFE))
 
@@ -84,7 +86,6 @@ class ChatTemplate:
             with _cpu_time_limit(PATIENCE):
                 text = self._call(messages, generation_prompt)
             text.encode("utf-8")
-            return text
         except TemplateError as error:
             raise TemplateRefusal(f"the chat template refuses this conversation ({roles}): {error}") from error
         except Exception as error:  # a template is a program, which can fail in any way
@@ -92,6 +93,13 @@ class ChatTemplate:
                 f"the chat template fails on this conversation ({roles}): {type(error).__name__}: {error}; "
                 "give another with data.chat_template"
             ) from error
+        own = sum(len(message["content"]) for message in messages)
+        if len(text) > 4 * own + MOST_ADDED:
+            raise ValueError(
+                f"the chat template makes {len(text):,} characters of a conversation of {own:,} ({roles}); give "
+                "another with data.chat_template"
+            )
+        return text
 
     def _call(self, messages, generation_prompt: bool) -> str:
         if self.date and self.text:

@@ -6,17 +6,24 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
+LONGEST = 300  # characters of a value in a message
+
 
 def show(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """A value as it is written on the command line; a very long one is shortened, for it comes from a broken file."""
+    text = _written(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 60]}... ({len(text)} characters)"
+
+
+def _written(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(show, value)) + "]"
+        return "[" + ",".join(map(_written, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{show(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{k}:{_written(v)}" for k, v in value.items()) + "}"
     if isinstance(value, int) and abs(value) >= 10**20:
         text = str(value)
         return f"{text[:6]}...{text[-3:]}"

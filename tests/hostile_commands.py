@@ -183,6 +183,7 @@ def command_line(words: list[str], start=None) -> str:
 
     import train
 
+    os.environ.pop("HYDRA_FULL_ERROR", None)  # as an earlier run in this process left it
     out, errors = io.StringIO(), io.StringIO()
     ended: list[Exception] = []
     original = train.run, sys.argv, train.report_error, os.environ.get("HYDRA_FULL_ERROR")

@@ -8,6 +8,8 @@ import gzip
 import io
 import json
 import random
+from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -242,14 +244,17 @@ def make(chance: random.Random, folder: Path):
     return about, run
 
 
-def read_and_check(config, tokenizer, kind: str, rows: list, chance: random.Random):
-    """Both splits as tokens, checked, and once more from the cache."""
+def read_and_check(config, tokenizer, kind: str, rows: list, chance: random.Random, answers: Sequence[str] = ()):
+    """Both splits as tokens, checked, and once more from the cache.
+
+    rows: what the file holds; empty where that cannot be known. answers: the responses, laid out by a chat template.
+    """
     from data.tokenization import load_tokenized
 
     (name,) = config.datasets
     for split in ("train", "test"):
         dataset = load_tokenized(name, split, tokenizer, config, kind)
-        check_dataset(dataset, tokenizer, config, rows)
+        check_dataset(dataset, tokenizer, config, rows, answers)
         if split == "train":
             check_steps(dataset, chance)
         if chance.random() < 0.2:
@@ -258,10 +263,13 @@ def read_and_check(config, tokenizer, kind: str, rows: list, chance: random.Rand
     return None
 
 
-def check_dataset(dataset, tokenizer, config, rows: list) -> None:
+def check_dataset(dataset, tokenizer, config, rows: list, answers: Sequence[str]) -> None:
     """What holds of every tokenised data set: nothing empty, nothing too long, nothing but the rows' own text."""
     spelled = spelling_of(tokenizer)
-    texts = {leaf.encode("utf-8", "surrogatepass") for leaf in leaves(rows)} if spelled and rows else None
+    texts = set(encoded(rows)) if spelled and rows else None
+    if texts and dataset.counts.get("merged_boundaries"):  # a response may then begin with the end of its prompt
+        texts |= {one + other for row in rows for one, other in permutations(encoded(row), 2)}
+    laid_out = [bare(answer.encode("utf-8", "surrogatepass")) for answer in answers] if spelled else []
     control = set(map(int, tokenizer.all_special_ids))
     n_tokens, flags = len(tokenizer), iter(dataset.truncated.tolist())
     assert int(dataset.segment_starts[-1]) == len(dataset.tokens), "tokens that belong to nothing"
@@ -274,17 +282,28 @@ def check_dataset(dataset, tokenizer, config, rows: list) -> None:
             assert len(prompt) + len(response) <= config.max_length, "longer than max_length"
             assert 0 <= min(prompt + response) and max(prompt + response) < n_tokens, "no token of the vocabulary"
             assert truncated or response[-1] in control, f"a whole response without an end: {response[-5:]}"
-            inside = [token for token in response[:-1] if token in control and token != tokenizer.unk_token_id]
-            assert not inside, f"control tokens {inside} inside a response"
+            body = spelled(response if truncated else response[:-1]) if spelled else b""
+            if laid_out and not truncated:
+                assert any(each in bare(body) for each in laid_out), f"a response without its answer: {body[:200]!r}"
             if texts is None:
                 continue
-            body = spelled(response if truncated else response[:-1])
+            inside = [token for token in response[:-1] if token in control and token != tokenizer.unk_token_id]
+            assert not inside, f"control tokens {inside} inside a response"
             assert any(contains(each, body) for each in texts), f"a response that no row has: {body[:200]!r}"
     examples = dataset.examples
     if len(examples):
         assert examples[:, 0].min() >= 0 and examples[:, 0].max() < dataset.n_groups
         for group, *responses in examples.tolist():
             assert max(responses) < dataset.n_group_responses(group)
+
+
+def encoded(rows) -> list[bytes]:
+    return [leaf.encode("utf-8", "surrogatepass") for leaf in leaves(rows)]
+
+
+def bare(text: bytes) -> bytes:
+    """Without blanks of any kind, which templates add and trim."""
+    return "".join(text.decode("utf-8", "replace").split()).encode()
 
 
 def contains(whole: bytes, body: bytes) -> bool:

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from hostile_rows import KINDS, answer, conversation, prepare, read_and_check, settings_with, tokenizers
-from hostile_values import sane_text, spoiled, text
+from hostile_values import leaves, sane_text, spoiled, text
 
 CONTENTS = (
     "m['content']",
@@ -160,6 +160,13 @@ def make(chance: random.Random, folder: Path):
         if chance.random() < 0.3:
             row["prompt"][-1]["content"] = text(chance)
         rows.append(spoiled(chance, row, rate))
+    answers = [
+        leaf
+        for row in rows
+        if isinstance(row, dict)
+        for name in ("chosen", "rejected")
+        for leaf in leaves(row.get(name))
+    ]
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     name = chance.choice(("bytes", "chat", "byte-level", "with BOS", "metaspace"))
@@ -171,7 +178,6 @@ def make(chance: random.Random, folder: Path):
 
     def run() -> None:
         config = settings_with(chance, folder, str(path), **{"data.chat_template": given})
-        # A template may change the text, so only what holds of any text is checked.
-        read_and_check(config, tokenizers()[name], kind, [], chance)
+        read_and_check(config, tokenizers()[name], kind, [], chance, answers)
 
     return about, run

@@ -223,6 +223,7 @@ FAILING = {
     "unsafe": ("{{ messages.__class__.__mro__ }}", "unsafe"),
     "range": ("{{ range(10 ** 9) | list }}", "OverflowError"),
     "twice": (CHATML + "{{ messages[-1]['content'] }}", "writes the assistant's answer more than once"),
+    "endless": (CHATML + "{{ 'x' * 2000000 }}", "makes 2,0.* characters of a conversation of"),
     "nothing": ("{{ '' }}", "does not write the assistant's answer"),
 }
 

@@ -522,3 +522,14 @@ def test_the_open_files_limit_is_raised():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     """)
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    "argument", ["hydra=0.2", "+=", "@loss.average_log_prob=false", "--resolve", "loss=" + "<" * 9000]
+)
+def test_what_hydra_stumbles_over_is_answered_in_one_line(monkeypatch, tmp_path, argument):
+    from hostile_commands import command_line
+
+    monkeypatch.chdir(tmp_path)
+    message = command_line(["model=tiny", argument])
+    assert message.startswith("error: ") and message.count("\n") == 1 and len(message) < 600

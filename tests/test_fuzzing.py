@@ -5,6 +5,23 @@ import json
 import fuzzing
 import pytest
 
+COUNTS = {"rows": 150, "commands": 25, "folders": 45, "templates": 80}
+
+
+def test_hostile_input_ends_well_or_with_a_message():
+    failures = []
+
+    def seen(outcome):
+        if outcome.end == "failed":
+            failures.append(f"{outcome.case.command()}\n{outcome.about}\n{outcome.text[-1500:]}")
+
+    work = [case for kind, count in COUNTS.items() for case in fuzzing.cases(kind, count, seed=1)]
+    summary = fuzzing.run_all(work, jobs=1, seen=seen)
+    assert not failures, "\n\n".join(failures)
+    for kind, count in COUNTS.items():
+        ends = {end: summary.ends[kind, end] for end in ("well", "refused")}
+        assert sum(ends.values()) == count and all(ends.values()), (kind, ends)
+
 
 def test_a_case_is_the_same_each_time(tmp_path):
     for kind in fuzzing.KINDS:
