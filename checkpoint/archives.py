@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoint import step_folders
 from checkpoint.names import check_keys, clean_names, listing
+from data.files import check_no_pipes
 
 # Saving without a process group is what a run on one device does: nothing to warn of.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -42,6 +43,7 @@ def locate(path, verify=True):
     path = Path(path).expanduser()
     if not path.exists():
         raise ValueError(f"no archive at {path}: give a policy.pt, or a Hugging Face, step or run folder")
+    check_no_pipes(path)
     if path.is_file():
         found = ("safetensors" if path.suffix == ".safetensors" else "torch"), path
     elif (path / step_folders.MANIFEST).exists() or re.fullmatch(r"step-\d+", path.name):

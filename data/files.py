@@ -21,6 +21,7 @@ import stat
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ def check_regular(file) -> None:
     if not stat.S_ISREG(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "a named pipe" if stat.S_ISFIFO(mode) else "a device or socket"
         raise ValueError(f"{file}: is {kind}, not a file; write what is needed into a file")
+
+
+def check_no_pipes(path) -> None:
+    """Raises ValueError when a folder, or the path itself, is or holds a pipe or device, whose reader would wait."""
+    below = (os.path.join(root, name) for root, _, names in os.walk(path) for name in names)
+    for file in (os.fspath(path), *below):
+        with suppress(OSError):  # a link that leads nowhere: its reader says so
+            mode = os.stat(file).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise ValueError(f"{file}: is a named pipe, a device or a socket, not a file; remove it")
 
 
 def read_rows(file, wanted=None):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from checkpoint.archives import HF_WEIGHTS, adapter_message, is_lfs_pointer, weight_files
 from checkpoint.names import listing
+from data.files import check_no_pipes
 
 HOW_TO_GET_A_MODEL = """\
 To get one:
@@ -72,6 +73,7 @@ def check_model_path(name: str) -> None:
         )
     if not os.path.isdir(name) or gguf_files(name):
         return
+    check_no_pipes(name)
     refuse_pointers(name)
     names = sorted(os.listdir(name))
     if "adapter_config.json" in names and not any(file in names for file in HF_WEIGHTS):

@@ -9,6 +9,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 import utils
+from data.files import check_no_pipes
 from settings import paths
 from settings.checks.keys import check_keys
 from settings.command_line import named_keys
@@ -91,6 +92,7 @@ def _run_folder(path: str) -> str:
         run, name = os.path.split(run)
     else:
         raise ValueError(f"resume={path}: this is not a run folder (it has no config.yaml)")
+    check_no_pipes(run)
     if re.fullmatch(r"step-\d+", name) and name != (newest := os.path.basename(_latest(run) or name)):
         raise ValueError(
             f"resume={path}: a run goes on from its newest checkpoint, which is {newest}: {argument('resume', run)}. "

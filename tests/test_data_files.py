@@ -262,3 +262,16 @@ def test_shards_and_several_sets_in_a_folder_are_read_together(tmp_path):
     for name in ("hh/train-00000-of-00002", "hh/train-00001-of-00002", "shp_train"):
         write(tmp_path / "x" / f"{name}.jsonl", [{"prompt": name, "chosen": "a", "rejected": "b"}])
     assert len(read(tmp_path / "x", tmp_path)[0]) == 3
+
+
+def test_a_named_pipe_in_a_model_an_archive_or_a_run_is_refused(tmp_path):
+    from checkpoint.archives import locate
+    from modeling.model_files import check_model_path
+    from settings.resume import _run_folder
+
+    os.mkfifo(tmp_path / "policy.pt")
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "nowhere").symlink_to("missing")
+    for reader in (locate, check_model_path, _run_folder, lambda folder: locate(f"{folder}/policy.pt")):
+        with pytest.raises(ValueError, match="policy.pt: is a named pipe"):
+            reader(str(tmp_path))
