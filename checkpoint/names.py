@@ -2,6 +2,7 @@
 files of other origin call them.
 """
 
+import itertools
 import re
 
 import torch
@@ -98,10 +99,12 @@ def misfits(model, names) -> list[str]:
     """Those of stored tensors without a place in the model whose absence from it changes what it computes.
 
     These are: parts of modules that the model has (a bias that its configuration leaves out, a scale of quantised
-    weights), layers beyond the configured number, and heads of other tasks. Buffers that are computed today, layers for
-    predicting further tokens, and whole parts of another kind (a vision tower, a value head) are not.
+    weights, an adapter that was not merged), layers beyond the configured number, and heads of other tasks. Buffers
+    that are computed today, layers for predicting further tokens, and whole parts of another kind (a vision tower, a
+    value head) are not.
     """
     modules = dict(model.named_modules())
+    leaves = {name for name, module in modules.items() if not list(module.children())}
     prefix = getattr(model, "base_model_prefix", "") + "."
     ahead = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
 
@@ -111,7 +114,8 @@ def misfits(model, names) -> list[str]:
         if name.partition(".")[0] in OTHER_HEADS:
             return True
         for full in (name, prefix + name):
-            if modules.get(full.rpartition(".")[0]) is not None and "." in full:
+            around = list(itertools.accumulate(full.split(".")[:-1], "{}.{}".format))  # outermost first
+            if around and (around[-1] in modules or not leaves.isdisjoint(around)):
                 return True
             numbered = re.match(r"(.+?)\.(\d+)\.", full)
             if numbered:

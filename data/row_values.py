@@ -20,7 +20,10 @@ MESSAGE_FIELDS = {"role", "content", "from", "value", "weight"}
 REFUSED_FIELDS = {
     "tool_calls": "render the call into its content",
     "function_call": "render the call into its content",
-    "reasoning_content": "write it into the content as the model writes it, such as <think>...</think>",
+    **dict.fromkeys(
+        ("reasoning_content", "reasoning", "thinking"),
+        "write it into the content as the model writes it, such as <think>...</think>",
+    ),
     "images": "only text is trained on",
     "audio": "only text is trained on",
 }

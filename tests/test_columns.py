@@ -81,6 +81,7 @@ def test_an_instruction_under_another_name_keeps_its_input(tmp_path):
         ({"prompt": "q", "completion": "no", "label": False}, "column label marks unpaired"),
         ({"messages": chat("q", "yes", system="a"), "system": "b"}, "other than the one in column system"),
         ({"messages": [chat("q")[0], chat("q", "yes")[1] | {"reasoning_content": "hm"}]}, "has reasoning_content"),
+        ({"messages": [chat("q")[0], chat("q", "yes")[1] | {"thinking": "hm"}]}, "has thinking"),
         ({"messages": [chat("q")[0], chat("q", "yes")[1] | {"weight": 0.3}]}, "weight must be 0 or 1"),
         ({"messages": [chat("q")[0], chat("q", "yes")[1] | {"tool_calls": [{"id": 1}]}]}, "has tool_calls"),
         ({"instruction": "a", "output": "b", "history": [["x", "y"]]}, "history has turns"),
@@ -113,11 +114,11 @@ ABC = (("a", 1), ("b", 0), ("c", 1))
 
 @pytest.mark.parametrize("file", ["d.jsonl", "d.parquet"])
 def test_columns_and_fields_left_unread_are_named(tmp_path, file):
-    message = chat("q", "yes")[1] | {"thinking": "hm"}
+    message = chat("q", "yes")[1] | {"name": "Ann"}
     path = write(tmp_path / file, [{"messages": [chat("q")[0], message], "score": 3.5, "source": "x"}])
     columns, fields = notices_of(path, tmp_path, sft=True)
     assert columns.endswith("columns that are not read: ['score', 'source']")
-    assert fields.endswith("fields of messages that are not read: ['thinking']")
+    assert fields.endswith("fields of messages that are not read: ['name']")
     assert not notices_of(write(tmp_path / "plain.jsonl", [PAIR]), tmp_path)
 
 

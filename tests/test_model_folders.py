@@ -68,6 +68,10 @@ MISFITS = {
         lambda f: edit_weights(f, lambda s: s.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)})),
         "extra (1): model.layers.0.self_attn.q_proj.bias",
     ),
+    "an adapter that is not merged": (
+        lambda f: edit_weights(f, lambda s: s.update({"model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(2, 64)})),
+        "extra (1): model.layers.0.mlp.up_proj.lora_A.weight",
+    ),
 }
 
 
