@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import pickle
 import re
 import sys
 from contextlib import contextmanager
 
 import torch
-from safetensors import SafetensorError
 
 from checkpoint.archives import locate, read_fitting
 from checkpoint.names import refuse_misfit, untied
@@ -209,6 +207,7 @@ def random_model_config(values: dict, tokenizer):
         found = AutoConfig.for_model(kind, **{**token_ids, **settings})
     except Exception as problem:
         raise refuse_random_config(problem) from problem
+    check_architecture(found, "model.random_config")
     return found
 
 
@@ -304,7 +303,9 @@ def _from_folder(config: Settings, settings, dtype: torch.dtype, name: str):
                 ignore_mismatched_sizes=True,  # they are in the report, and refused below
                 **more,
             )
-    except (OSError, ValueError, SafetensorError, ImportError, pickle.UnpicklingError) as problem:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:  # torn files, and values of a configuration that the model's code stumbles over
         raise cannot_load(name, problem) from problem
     model.left_unread = refuse_misfit(model, report, name)
     if hasattr(model.config, "quantization_config"):  # of a GGUF file, whose weights are plain now

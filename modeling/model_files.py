@@ -201,17 +201,24 @@ def damaged(file, problem: Exception | str) -> str:
     return f"{file} ({size:,} bytes) is cut off or damaged: {first}. Copy or download it again"
 
 
+MOST_LAYERS = 100_000  # the deepest in use have some hundreds
+
+
 def check_architecture(model_config, name: str, is_gguf: bool = False) -> None:
     """Refuse a transformers configuration that describes no trainable causal language model.
 
     Args:
         is_gguf: its weights are made plain on reading, whatever they are stored as.
     Raises:
-        ValueError: encoder-decoder models, models without a causal language-model class, and quantised weights.
+        ValueError: encoder-decoder models, models without a causal language-model class, quantised weights, and more
+            layers than could be built in a lifetime.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = model_config.model_type
+    layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(f"{name} says num_hidden_layers={layers}, which no model has: its configuration is broken")
     if getattr(model_config, "is_encoder_decoder", False):
         raise ValueError(
             f"{name} is an encoder-decoder model ({kind}): it reads a prompt in one part and writes in another. "

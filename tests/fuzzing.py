@@ -84,8 +84,12 @@ def cases(kind: str, count: int, seed: int) -> Iterator[Case]:
         yield Case(kinds[number % len(kinds)], seed, number)
 
 
-def carry_out(case: Case, keep: Path | None = None) -> Outcome:
-    """Make a case in a folder of its own and run it in this process; `keep`: the folder, which then stays."""
+def carry_out(case: Case, keep: Path | None = None, begun: Callable[[str], None] = lambda about: None) -> Outcome:
+    """Make a case in a folder of its own and run it in this process.
+
+    Args:
+        keep: the folder, which then stays. begun: called with the case's description before it runs.
+    """
     folder = Path(tempfile.mkdtemp(prefix="fuzz-")) if keep is None else keep
     here, about = os.getcwd(), ""
     hostile = importlib.import_module(KINDS[case.kind])
@@ -94,6 +98,7 @@ def carry_out(case: Case, keep: Path | None = None) -> Outcome:
     try:
         chance = random.Random(f"{case.seed}-{case.kind}-{case.number}")
         about, run = hostile.make(chance, folder)
+        begun(about)
         os.chdir(folder)
         end, text = "well", run() or ""
         if text:
@@ -178,12 +183,13 @@ class Worker:
 
     def __init__(self) -> None:
         self.case: Case | None = None
+        self.about = ""
         self.process = None
         self.proven = False  # it has ended a case
         self.kinds: set[str] = set()  # that it has begun
 
     def give(self, case: Case | None) -> None:
-        self.case = case
+        self.case, self.about = case, ""
         if case is None:
             return
         allowed = LIMIT_SECONDS * PATIENCE
@@ -205,18 +211,21 @@ class Worker:
         assert self.case is not None
         try:
             if self.pipe.poll():
-                outcome = self.pipe.recv()
+                received = self.pipe.recv()
+                if isinstance(received, str):
+                    self.about = received
+                    return None
                 self.proven = True
-                return outcome
+                return received
         except (EOFError, OSError):
             code = self.process.exitcode
             self.stop()
             if not self.proven:
                 raise RuntimeError(f"a worker died before its first case ended (exit code {code})") from None
-            return Outcome(self.case, "failed", f"its process died (exit code {code})")
+            return Outcome(self.case, "failed", f"its process died (exit code {code})", self.about)
         if time.monotonic() > self.deadline:
             self.stop()
-            return Outcome(self.case, "failed", "it hangs: its process was ended", seconds=LIMIT_SECONDS)
+            return Outcome(self.case, "failed", "it hangs: its process was ended", self.about, LIMIT_SECONDS)
         return None
 
     def stop(self) -> None:
@@ -246,4 +255,4 @@ def serve(pipe, parent: int) -> None:
             case = pipe.recv()
         except EOFError:
             return
-        pipe.send(carry_out(case))
+        pipe.send(carry_out(case, begun=pipe.send))

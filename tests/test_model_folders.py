@@ -331,6 +331,7 @@ def config_only(folder, **values):
         ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "text together with images"),
         ({"model_type": "qwen2_vl"}, "text together with images"),
         ({"model_type": "vit"}, "no causal language model"),
+        ({"model_type": "llama", "num_hidden_layers": 2**40}, "which no model has"),
         *(
             ({"model_type": "llama", "quantization_config": values}, "quantised weights")
             for values in (
@@ -405,6 +406,7 @@ def test_rows_longer_than_the_positions_that_a_model_has_are_refused(folder, tmp
         ("num_attention_heads=0", "works"),
         ("num_key_value_heads=3", "works"),
         ("num_hidden_layers=0", "block"),
+        ("num_hidden_layers=1099511627776", "which no model has"),
         ("vocab_size=0", "works"),
         ("vocab_size=-1", "works"),
         ("hidden_act=relux", "relux"),
