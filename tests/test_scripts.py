@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -254,6 +255,21 @@ def test_sample_completes_greedily(run_folder):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "> word7 word8" and 1 <= len(done.stdout.splitlines()[1].split()) <= 5
+
+
+def test_sample_stops_where_the_model_was_trained_to(run_folder, tmp_path):
+    """A turn's end that is not the tokenizer's EOS: here the first word that the model writes."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    hf = run_folder / "step-8" / "hf"
+    ids = AutoTokenizer.from_pretrained(hf)("word7 word8", return_tensors="pt").input_ids
+    first = AutoModelForCausalLM.from_pretrained(hf)(ids).logits[0, -1].argmax().item()
+    shutil.copytree(hf, tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, first]}))
+    greedy = "--complete", "--temperature", 0, "--prompt", "word7 word8", "--max-new-tokens", 5, "--device", "cpu"
+    done = sample(tmp_path / "hf", *greedy)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()[1].split()) == 1
 
 
 def test_sample_names_what_is_wrong(tmp_path):
