@@ -26,6 +26,8 @@ REFUSED_COLUMNS = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is trained on"),
 }
 LABELS = ("label", "kto_tag")
+# A label's text that says how good a response is, rather than, say, its topic.
+VERDICTS = set("true false 0 1 -1 good bad yes no chosen rejected desirable undesirable accepted preferred".split())
 CONTEXT_COLUMNS = ("system", "weight", *LABELS, *REFUSED_COLUMNS)
 
 
@@ -56,7 +58,7 @@ def parse_row(parser, has_pairs: bool, row: dict) -> PromptGroup | str:
 
 def _is_verdict(value) -> bool:
     """Whether a label says good or bad, rather than, say, a topic."""
-    return isinstance(value, bool) or value in (0, 1) or str(value).strip().lower() in ("true", "false", "0", "1")
+    return isinstance(value, bool) or value in (0, 1, -1) or str(value).strip().lower() in VERDICTS
 
 
 def _with_system(prompt, system: str) -> list[dict]:

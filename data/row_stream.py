@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from data.files import named
-from data.format_detection import detect_format
+from data.format_detection import LABELS, detect_format
 from data.row_formats import PromptGroup, parse_se, with_input
 from data.row_values import MESSAGE_FIELDS, is_empty
 from data.splits import hold_out
@@ -93,7 +93,7 @@ class RowStream:
         """Notices of columns and fields that nothing reads."""
         if self._named or self.parser is parse_se:
             return
-        wanted = self._wanted()
+        wanted = self._wanted() - set(LABELS)  # a label is looked at only to refuse a row
         for kind, names in (("columns", self._present - wanted), ("fields of messages", self._fields - MESSAGE_FIELDS)):
             if names:
                 yield f"data set {self.name}: {kind} that are not read: {named(names)}"

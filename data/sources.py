@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -86,6 +87,7 @@ def check_dataset_names(names: Sequence[str], config: DataOptions) -> None:
     if not names:
         raise ValueError("datasets=[]: name at least one data set")
     names = [str(name) for name in names]
+    readers: dict[str, str] = {}
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"datasets: {name} is named twice; use data.weights to give it more weight")
@@ -93,7 +95,10 @@ def check_dataset_names(names: Sequence[str], config: DataOptions) -> None:
         if kind == "path":
             for split in SPLITS:
                 if not (split == "test" and target.is_file()):
-                    find_split_files(target, split)
+                    for file in find_split_files(target, split).files:
+                        other = readers.setdefault(os.path.realpath(file), name)
+                        if other != name:
+                            raise ValueError(f"datasets: {other} and {name} both read {file}; leave one of them out")
         _columns_for(name, config)
     for name, value in config.data.columns.items():
         if isinstance(value, dict) and name not in names:

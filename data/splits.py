@@ -35,7 +35,7 @@ class SplitFiles:
     """The files of a split, in a fixed order.
 
     alone: they hold that split alone; False: they hold everything, and the caller has to hold out the test part.
-    notice: which files of the folder neither split reads, and why; '' where there are none.
+    notice: which files of the folder neither split reads, and why, and which are missing; '' where there are none.
     """
 
     files: list[Path]
@@ -70,13 +70,15 @@ def find_split_files(path, split: str, responses_only: bool | None = None) -> Sp
         raise ValueError(f"{path}: no data file in this folder{found}; known are {known_suffixes()}")
     train = _of_kind(path, _first_present(by_split, "train"), responses_only)
     test = _of_kind(path, _first_present(by_split, "test"), responses_only)
+    for chosen in (train, test) if train or test else (by_split[""],):
+        _refuse_copies(path, chosen)
     if not train and not test:
-        return SplitFiles(by_split[""], False, _not_read(path, others))
+        return SplitFiles(by_split[""], False, _notice(path, by_split[""], others))
     if not train and (split == "train" or not test):
         raise ValueError(f"{path}: holds test files only ({test[0].name}, ...), none whose name says train")
     unread = sorted(set(files) - set(train) - set(test)) + others
     # Without a test file the training files are split further, so train must leave the same part out.
-    return SplitFiles(train if split == "train" or not test else test, bool(test), _not_read(path, unread))
+    return SplitFiles(train if split == "train" or not test else test, bool(test), _notice(path, train + test, unread))
 
 
 def _first_present(by_split, split) -> list[Path]:
@@ -120,6 +122,39 @@ def _loss_kind(relative: Path) -> str:
             if following in (PREFERENCES, RESPONSES, *OTHER_KINDS) and _split_word(Path(word)):
                 return following
     return ""
+
+
+def _refuse_copies(folder: Path, files: list[Path]) -> None:
+    """Raises ValueError for train.jsonl beside train.jsonl.gz: the rows of both would be trained on twice."""
+    seen: dict[str, Path] = {}
+    for file in files:
+        other = seen.setdefault(str(file)[: -len(data_suffix(file))], file)
+        if other is not file:
+            raise ValueError(
+                f"{folder}: {other.relative_to(folder)} and {file.relative_to(folder)} would both be read, and seem to "
+                "hold the same rows. Remove or rename one of them, or give the path of the file to read"
+            )
+
+
+def _notice(folder: Path, read: list[Path], unread: list[Path]) -> str:
+    return " ".join(filter(None, (_missing_parts(folder, read), _not_read(folder, unread))))
+
+
+def _missing_parts(folder: Path, files: list[Path]) -> str:
+    """Names the parts of a split that is cut into numbered files, such as train-00000-of-00003, that are not there."""
+    found: dict[tuple[str, int, str], set[int]] = {}
+    for file in files:
+        if part := re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})(\..*)", str(file.relative_to(folder))):
+            found.setdefault((part[1], int(part[3]), part[4]), set()).add(int(part[2]))
+    missing = [
+        f"{name}-{number:05d}-of-{total:05d}{suffix}"
+        for (name, total, suffix), numbers in found.items()
+        for number in sorted(set(range(total)) - numbers)
+    ]
+    names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+    return (
+        f"{folder}: missing, by the numbers of the others: {names}; their rows are not trained on." if missing else ""
+    )
 
 
 def _not_read(folder: Path, files: list[Path]) -> str:

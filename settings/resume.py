@@ -71,11 +71,18 @@ def not_allowed(changed: Mapping[str, tuple[Any, Any]], schedule: str) -> str:
 
 def _folder_to_resume(config: DictConfig) -> tuple[str | None, list[str]]:
     """The run folder that `resume` names, None if it is auto and there is none yet; and notes for the user."""
+    here = config.local_run_dir and os.path.abspath(os.path.expanduser(config.local_run_dir))
     if config.resume != "auto":
-        return _run_folder(os.path.abspath(os.path.expanduser(config.resume))), []
-    if config.local_run_dir is None:
+        folder = _run_folder(os.path.abspath(os.path.expanduser(config.resume)))
+        if here and os.path.realpath(here) != os.path.realpath(folder):
+            raise ValueError(
+                f"local_run_dir={here} has no effect: a resumed run goes on in its own folder, {folder}. Leave "
+                f"local_run_dir=null; or begin a new run from its weights with {argument('model.archive', folder)}"
+            )
+        return folder, []
+    if not here:
         return newest_run(config)
-    folder = os.path.abspath(os.path.expanduser(config.local_run_dir))
+    folder = here
     return (folder if os.path.isfile(os.path.join(folder, CONFIG)) else None), []
 
 

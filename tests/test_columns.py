@@ -77,6 +77,9 @@ def test_an_instruction_under_another_name_keeps_its_input(tmp_path):
         (SFT | {"label": False}, "column label marks unpaired preferences"),
         (SFT | {"label": True}, "keep the good responses"),
         (SFT | {"kto_tag": "false"}, "column kto_tag marks unpaired"),
+        (SFT | {"label": "bad"}, "column label marks unpaired"),
+        (SFT | {"label": "Rejected"}, "column label marks unpaired"),
+        (SFT | {"label": -1}, "column label marks unpaired"),
         ({"conversations": TURNS, "label": 0}, "column label marks unpaired"),
         ({"prompt": "q", "completion": "no", "label": False}, "column label marks unpaired"),
         ({"messages": chat("q", "yes", system="a"), "system": "b"}, "other than the one in column system"),
@@ -120,6 +123,12 @@ def test_columns_and_fields_left_unread_are_named(tmp_path, file):
     assert columns.endswith("columns that are not read: ['score', 'source']")
     assert fields.endswith("fields of messages that are not read: ['name']")
     assert not notices_of(write(tmp_path / "plain.jsonl", [PAIR]), tmp_path)
+
+
+def test_a_label_that_is_not_read_is_named(tmp_path):
+    path = write(tmp_path / "d.jsonl", [SFT | {"label": "arithmetic"}])
+    assert notices_of(path, tmp_path, sft=True)[0].endswith("not read: ['label']")
+    assert "not read: ['label']" in notices_of(write(tmp_path / "pairs.jsonl", [PAIR | {"label": 0}]), tmp_path)[0]
 
 
 def test_a_column_that_begins_late_is_named(tmp_path):

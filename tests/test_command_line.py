@@ -440,6 +440,15 @@ def resumed(tmp_path, *overrides):
     return found
 
 
+def test_another_folder_for_a_run_that_is_resumed_is_refused(tmp_path):
+    folder = a_run(tmp_path)
+    with pytest.raises(
+        ValueError, match="local_run_dir=.*/else has no effect: .* Leave local_run_dir=null; or .*archive="
+    ):
+        resumed(tmp_path, f"resume={folder}", f"local_run_dir={tmp_path}/else")
+    assert resumed(tmp_path, f"resume={folder}/LATEST", f"local_run_dir={folder}/").resume == str(folder)
+
+
 def test_resume_takes_the_recorded_settings(tmp_path):
     folder = a_run(tmp_path, "lr=3e-5", "batch_size=8")
     alone, notes = resume.resumed_config(compose_config(f"resume={folder}"), [f"resume={folder}"])

@@ -236,6 +236,34 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
     assert not open_source(str(tmp_path / "x"), "train", config(tmp_path)).notices
 
 
+@pytest.mark.parametrize("copy", ["train.jsonl.gz", "train.csv", "train.parquet"])
+def test_the_same_split_in_two_formats_is_refused(tmp_path, copy):
+    for name in ("train.jsonl", "test.jsonl", copy):
+        write(tmp_path / "x" / name, [{"prompt": name, "chosen": "a", "rejected": "b"}])
+    with pytest.raises(ValueError, match="x: (train.* and train.*) would both be read, .* give the path of the file"):
+        read(tmp_path / "x", tmp_path)
+    (tmp_path / "x" / "train.jsonl").rename(tmp_path / "x" / "train-more.jsonl")
+    assert len(read(tmp_path / "x", tmp_path)[0]) == 2
+
+
+def test_files_that_two_data_sets_read_are_refused(tmp_path):
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}]
+    path = write(tmp_path / "x" / "train.jsonl", rows)
+    for other in (tmp_path / "x", f"{tmp_path}/x/../x/train.jsonl"):
+        names = [str(path), str(other)]
+        with pytest.raises(ValueError, match="both read .*train.jsonl; leave one of them out"):
+            check_dataset_names(names, config(tmp_path, datasets=names))
+
+
+def test_missing_parts_of_a_split_are_named(tmp_path):
+    for name in ("train-00000-of-00003", "train-00002-of-00003", "test-00000-of-00001"):
+        write(tmp_path / "x" / f"{name}.jsonl", [{"prompt": name, "chosen": "a", "rejected": "b"}])
+    (notice,) = open_source(str(tmp_path / "x"), "train", config(tmp_path)).notices
+    assert "missing, by the numbers of the others: train-00001-of-00003.jsonl; their rows are not trained on" in notice
+    write(tmp_path / "x" / "train-00001-of-00003.jsonl", [{"prompt": "1", "chosen": "a", "rejected": "b"}])
+    assert not open_source(str(tmp_path / "x"), "train", config(tmp_path)).notices
+
+
 def test_a_snapshot_with_a_split_for_each_kind_of_loss_is_read_once(tmp_path):
     """The files of HuggingFaceH4/ultrafeedback_binarized: the same prompts for preferences, SFT and generation."""
 

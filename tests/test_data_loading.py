@@ -109,6 +109,15 @@ def test_a_weight_that_would_draw_nothing_is_refused():
     check_weights(run, [data("a"), data("b")])
 
 
+def test_a_weight_that_makes_an_epoch_too_large_to_draw_is_refused():
+    data = SimpleNamespace(name="a", examples=pairs_data(10).examples)
+    run = SimpleNamespace(data=SimpleNamespace(weights={"a": 1e9}), datasets=["a"], n_epochs=1, n_examples=4)
+    with pytest.raises(
+        ValueError, match=r"data.weights: 1e\+09 times the .* examples of a is too much: .* 2 draws each"
+    ):
+        check_weights(run, [data])
+
+
 def test_a_share_to_hold_out_beside_a_test_split_is_refused_or_reported(tmp_path):
     row = [{"prompt": "q", "chosen": "a", "rejected": "b"}]
     for name in ("split/train", "split/test", "whole"):

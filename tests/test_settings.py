@@ -475,6 +475,9 @@ def test_tensor_parallelism_alone_needs_a_tp_size_and_processes():
 def test_device_count_is_used():
     with pytest.raises(ValueError, match="0 CUDA devices"):
         check("model=tiny", "device=cuda", device_count=0)
+    with pytest.raises(ValueError, match="no MPS device here; use device=cpu"):
+        check("model=tiny", "device=mps", device_count=0)
+    check("model=tiny", "device=mps", device_count=1)
     with pytest.raises(ValueError, match="only 2 CUDA devices"):
         check("model=tiny", "device=cuda", "trainer=FSDPTrainer", "world_size=4", device_count=2)
     with pytest.raises(ValueError, match="16 processes|batch_size"):

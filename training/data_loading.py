@@ -23,6 +23,7 @@ from settings.config_files import default
 from utils import World, check_same
 
 EVALUATION_SEED = 0
+LARGEST_EPOCH = 10**9  # examples: their order is kept in memory, eight bytes each
 
 
 def load_datasets(
@@ -76,8 +77,15 @@ def check_test_fraction(config: Settings, datasets: list, notice: Callable[[str]
 
 
 def check_weights(config: Settings, datasets: list) -> None:
-    """Refuse a weight so small that none of a data set's examples would be drawn."""
+    """Refuse a weight so small that none of a data set's examples would be drawn, or too large to draw an epoch."""
     mixture = training_mixture(config, datasets)
+    if sum(mixture.shares) > LARGEST_EPOCH:
+        index = max(range(len(datasets)), key=mixture.shares.__getitem__)
+        raise ValueError(
+            f"data.weights: {mixture.weights[index]:g} times the {len(datasets[index].examples):,} examples of "
+            f"{datasets[index].name} is too much: an epoch may have {LARGEST_EPOCH:,} examples. Weights are "
+            "relative to a data set's own size: 2 draws each example twice"
+        )
     epochs = mixture.epochs(config.n_epochs, config.n_examples)
     for index in mixture.never_drawn(epochs):
         name, count, weight = datasets[index].name, len(datasets[index].examples), mixture.weights[index]

@@ -163,6 +163,11 @@ class RunSaver:
             return None
         size, content = self.checkpointer.peek(folder)
         check_settings(folder, content, self.config)
+        if self.config.schedule != "constant" and "settings" not in content:
+            self.notice(
+                f"{folder.name} is of a version whose schedule={self.config.schedule} reached zero one step after the "
+                "run's end. Now it is zero at the last step: from here on the learning rate is a little lower."
+            )
         now = self.config.tokens_per_microbatch, self.device_type, self.world.size
         same = (content["tokens_per_microbatch"], content["device"], size) == now
         first, later = (content["first_budget"], content["budget"]) if same else (None, None)

@@ -24,7 +24,8 @@ def check(settings: Settings) -> None:
     for name, weight in settings.data.weights.items():
         _must_be_named(settings, "data.weights", name)
         if not is_number(weight) or weight <= 0:
-            raise ValueError(f"data.weights.{name}={show(weight)} is not allowed; allowed: a number above 0")
+            key = key_of("data.weights", name, settings.datasets, show(weight))
+            raise ValueError(f"{key} is not allowed; allowed: a number above 0")
     for name, column in settings.data.columns.items():
         if isinstance(column, dict):
             _must_be_named(settings, "data.columns", name)

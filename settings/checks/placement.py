@@ -26,6 +26,8 @@ def check(settings: Settings, device_count: int | None) -> int | None:
         if index >= device_count:
             devices = "is 1 CUDA device" if device_count == 1 else f"are {device_count} CUDA devices"
             raise ValueError(f"device={device}: there {devices} here{'' if device_count else '; use device=cpu'}")
+    if device_count == 0 and kind == "mps":
+        raise ValueError("device=mps: there is no MPS device here; use device=cpu")
     if kind == "cpu":
         for key, dtype in (
             ("model.fsdp_policy_mp", settings.model.fsdp_policy_mp),
