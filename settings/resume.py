@@ -171,9 +171,11 @@ def changed_keys(config: DictConfig, saved: DictConfig, overrides: list[str]) ->
         named = [""]
     if "datasets" in named:
         named.append("data.paths")  # where those of the names lie that are files
+    config = config.copy()
     if OmegaConf.is_missing(config.model, "name_or_path"):  # this command names no model: it means the recorded one
-        config = config.copy()
         config.model = saved.model
+    if not {"", "datasets"} & {*named}:  # nor data sets: short names in data.* are those of the recorded ones
+        config.datasets = saved.datasets
     now = flatten(recorded_form(config))
     old = flatten(cast(dict, OmegaConf.to_container(saved, resolve=True)))
     kept = {key for key, declared in SCHEMA.items() if declared.pinned and OmegaConf.select(config, key) is None}

@@ -197,6 +197,9 @@ def test_files_that_were_moved_may_be_named_anew(home):
     os.rename(home / "pairs.jsonl", home / "moved" / "pairs.jsonl")
     config, notes = resumed(f"resume={folder}", "++data.paths={pairs.jsonl: moved/pairs.jsonl}")
     assert config.data.paths == {"pairs.jsonl": f"{home}/moved/pairs.jsonl"} and "data.paths" in notes
+    assert resumed(f"resume={folder}", "++data.paths.pairs=moved/pairs.jsonl")[0].data.paths == config.data.paths
+    with pytest.raises(ValueError, match="data.paths.pairs.jsonl=.* If it was moved: data.paths.pairs.jsonl=NEW_PATH"):
+        resumed(f"resume={folder}")
     (home / "pairs.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="may not change"):
         resumed(f"resume={folder}", "++data.paths={pairs.jsonl: moved/pairs.jsonl}")

@@ -15,12 +15,12 @@ def refuse_change(settings: Settings, key: str, why: str) -> None:
         raise ValueError(f"{key}={show(value)} has no effect: {why}. Leave {key}={show(default(key))}.")
 
 
-def must_exist(key: str, path: str) -> None:
-    """Raise ValueError if the file or folder that the setting `key` names is not there."""
+def must_exist(key: str, path: str, given: str = "", advice: str = "") -> None:
+    """Raise ValueError if the file or folder that the setting `key` names is not there; `given`: as one writes it."""
     if not os.path.exists(os.path.expanduser(path)):
         folder = os.path.dirname(os.path.abspath(path))
         near = near_miss(os.path.basename(path), os.listdir(folder), cut=0.8) if os.path.isdir(folder) else ""
-        raise ValueError(f"{key}={path}: there is no such file or folder{near}")
+        raise ValueError(f"{given or f'{key}={path}'}: there is no such file or folder{near}{advice}")
 
 
 def looks_like_path(name: str) -> bool:

@@ -20,7 +20,9 @@ def check(settings: Settings) -> None:
         _must_be_named(settings, "data.paths", name)
         if not isinstance(path, str) or not path:
             raise ValueError(f"data.paths.{name}={show(path)} is not allowed; allowed: a path")
-        must_exist(f"data.paths.{name}", path)
+        moved = f". If it was moved: {key_of('data.paths', name, settings.datasets, 'NEW_PATH')}"
+        given = key_of("data.paths", name, settings.datasets, path)
+        must_exist("data.paths", path, given, moved if settings.resume else "")
     for name, weight in settings.data.weights.items():
         _must_be_named(settings, "data.weights", name)
         if not is_number(weight) or weight <= 0:
