@@ -80,7 +80,8 @@ def placement(name: str, size: int) -> list[str]:
     """The options of one of PLACEMENTS for a world of this size."""
     if name == "HYBRID_SHARD" and size == 1:
         return [*FSDP, "fsdp=hybrid_shard"]
-    return [option.format(size=size) for option in PLACEMENTS[name]]
+    options = [option.format(size=size) for option in PLACEMENTS[name]]
+    return [*options, "world_size=1"] if size == 1 else options  # alone only where it is asked for
 
 
 def write_data(folder: Path, prompts: int = 13, held_out: int = 3) -> Path:
