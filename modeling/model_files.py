@@ -31,6 +31,9 @@ TOKENIZER_FILES = (
 _OF_A_TOKENIZER = re.compile(r"token|vocab|merges|spiece|sentencepiece|bpe|spm|\.model$")
 
 
+LONGEST_REASON = 1000  # characters of another library's message; some repeat whole values
+
+
 def cannot_load(name: str, problem: Exception, key: str = "model.name_or_path") -> ValueError:
     """The error for a model or tokenizer that a library could not open.
 
@@ -44,7 +47,7 @@ def cannot_load(name: str, problem: Exception, key: str = "model.name_or_path") 
             "your rights: only for sources that you trust"
         )
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    first = " ".join(lines[:2]) if lines else type(problem).__name__
+    first = " ".join(lines[:2])[:LONGEST_REASON] if lines else type(problem).__name__
     message = f"{key}={name!r} cannot be loaded: {first}"
     if isinstance(problem, OSError) and not os.path.exists(name):
         message += "\n" + HOW_TO_GET_A_MODEL.format(name=name)

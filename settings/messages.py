@@ -30,10 +30,10 @@ def _written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def near_miss(word: str, known: Iterable[str], cut: float = 0.6) -> str:
-    """'; did you mean ...?' for the nearest known word, or nothing."""
+def near_miss(word: object, known: Iterable[str], cut: float = 0.6) -> str:
+    """'; did you mean ...?' for the nearest known word, or nothing. Keys of a mapping in YAML need not be text."""
     lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=cut)
+    near = difflib.get_close_matches(str(word).lower(), list(lower), n=1, cutoff=cut)
     return f"; did you mean {lower[near[0]]}?" if near else ""
 
 

@@ -157,8 +157,8 @@ def run_all(work: Iterable[Case], jobs: int, seen: Callable[[Outcome], None] = l
         for case in work:
             add(carry_out(case))
         return summary
-    waiting = iter(work)
-    workers = [Worker() for _ in range(jobs)]
+    waiting, folder = iter(work), tempfile.mkdtemp(prefix="fuzz-")
+    workers = [Worker(folder) for _ in range(jobs)]
     try:
         for worker in workers:
             worker.give(next(waiting, None))
@@ -173,15 +173,20 @@ def run_all(work: Iterable[Case], jobs: int, seen: Callable[[Outcome], None] = l
     finally:
         for worker in workers:
             worker.stop()
+        shutil.rmtree(folder, ignore_errors=True)
     return summary
 
 
 class Worker:
-    """A process that carries out one case after another; started anew when it dies or hangs."""
+    """A process that carries out one case after another; started anew when it dies or hangs.
+
+    folder: where it keeps its files.
+    """
 
     STARTING_SECONDS = 240.0  # for what the first case of a kind needs: imports, models, a run
 
-    def __init__(self) -> None:
+    def __init__(self, folder) -> None:
+        self.folder = str(folder)
         self.case: Case | None = None
         self.about = ""
         self.process = None
@@ -196,7 +201,7 @@ class Worker:
         if self.process is None:
             context = get_context("spawn")
             self.pipe, theirs = context.Pipe()
-            self.process = context.Process(target=serve, args=(theirs, os.getpid()), daemon=True)
+            self.process = context.Process(target=serve, args=(theirs, os.getpid(), self.folder), daemon=True)
             self.process.start()
             theirs.close()
             self.kinds = set()
@@ -236,11 +241,12 @@ class Worker:
             self.process = None
 
 
-def serve(pipe, parent: int) -> None:
+def serve(pipe, parent: int, folder: str) -> None:
     """What a worker runs."""
     from utils import die_with_parent
 
     die_with_parent(parent)
+    tempfile.tempdir = folder
     import torch
 
     torch.set_num_threads(1)

@@ -268,7 +268,7 @@ def check_dataset(dataset, tokenizer, config, rows: list, answers: Sequence[str]
     spelled = spelling_of(tokenizer)
     texts = set(encoded(rows)) if spelled and rows else None
     if texts and dataset.counts.get("merged_boundaries"):  # a response may then begin with the end of its prompt
-        texts |= {one + other for row in rows for one, other in permutations(encoded(row), 2)}
+        texts |= {one + other for row in rows for one, other in permutations(set(encoded(row)), 2)}
     laid_out = [bare(answer.encode("utf-8", "surrogatepass")) for answer in answers] if spelled else []
     control = set(map(int, tokenizer.all_special_ids))
     n_tokens, flags = len(tokenizer), iter(dataset.truncated.tolist())
@@ -298,7 +298,8 @@ def check_dataset(dataset, tokenizer, config, rows: list, answers: Sequence[str]
 
 
 def encoded(rows) -> list[bytes]:
-    return [leaf.encode("utf-8", "surrogatepass") for leaf in leaves(rows)]
+    """All texts in the rows, as UTF-8; lone surrogates also as what `as_bytes` may have put in their place."""
+    return [leaf.encode("utf-8", errors) for leaf in leaves(rows) for errors in ("surrogatepass", "replace")]
 
 
 def bare(text: bytes) -> bytes:

@@ -542,3 +542,13 @@ def test_what_hydra_stumbles_over_is_answered_in_one_line(monkeypatch, tmp_path,
     monkeypatch.chdir(tmp_path)
     message = command_line(["model=tiny", argument])
     assert message.startswith("error: ") and message.count("\n") == 1 and len(message) < 600
+
+
+@pytest.mark.parametrize(
+    "argument", ["optimizer_kwargs={1:2}", "optimizer_kwargs={null:2}", "+loss={1:2}", "data.weights={1:2}"]
+)
+def test_keys_of_a_mapping_that_are_no_text_are_refused(monkeypatch, tmp_path, argument):
+    from hostile_commands import command_line
+
+    monkeypatch.chdir(tmp_path)
+    assert command_line(["model=tiny", "loss=dpo", argument]).startswith("error: ")

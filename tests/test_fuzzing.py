@@ -57,8 +57,8 @@ def test_a_case_that_is_too_slow_is_a_failure(monkeypatch):
 
 
 @pytest.mark.parametrize("end", ["its process died", "it hangs"])
-def test_a_process_that_dies_or_hangs_is_ended_and_named(end):
-    worker = fuzzing.Worker()
+def test_a_process_that_dies_or_hangs_is_ended_and_named(tmp_path, end):
+    worker = fuzzing.Worker(tmp_path)
     try:
         worker.give(fuzzing.Case("rows", 0, 1))
         worker.proven = True
@@ -74,8 +74,8 @@ def test_a_process_that_dies_or_hangs_is_ended_and_named(end):
         worker.stop()
 
 
-def test_a_process_that_cannot_start_ends_the_fuzzing():
-    worker = fuzzing.Worker()
+def test_a_process_that_cannot_start_ends_the_fuzzing(tmp_path):
+    worker = fuzzing.Worker(tmp_path)
     worker.give(fuzzing.Case("rows", 0, 1))
     worker.process.kill()
     worker.process.join()
