@@ -291,6 +291,9 @@ def explain_composition(error: Exception) -> str:
             "spaces or special signs: 'KEY=\"VALUE\"'"
         )
     merged = re.search(r"Error merging override '?[+~]*([\w.]+)=", text)
+    inside = [key for key in settings.SCHEMA if merged and key.startswith(f"{merged[1]}.")]
+    if merged and inside:
+        return f"{merged[1]} holds keys of its own; set one of {', '.join(inside)}"
     if merged and merged[1] in settings.SCHEMA:
         return f"{merged[1]} takes another kind of value; allowed: {settings.SCHEMA[merged[1]].describe()}"
     cause = str(error.__cause__ or "")

@@ -103,6 +103,7 @@ def test_arguments_that_hydra_could_not_read_are_refused(argument, words):
         ("model=Qwen/Qwen2-0.5B", ["model=blank_model model.name_or_path=Qwen/Qwen2-0.5B"]),
         ("ref_model=x", ["no key ref_model", "the reference is the policy"]),
         ("optimizer_kwargs=[1]", ["optimizer_kwargs", "a mapping"]),
+        ("sampling=[1]", ["sampling holds keys of its own", "sampling.top_p"]),
         ("hydra=true", ["hydra=true", "the name of one of its files"]),
         ("lr=(1", ["cannot read the argument lr=(1"]),
     ],
