@@ -204,7 +204,7 @@ class Worker:
             self.process = context.Process(target=serve, args=(theirs, os.getpid(), self.folder), daemon=True)
             self.process.start()
             theirs.close()
-            self.kinds = set()
+            self.kinds, self.proven = set(), False
         if case.kind not in self.kinds:
             allowed += self.STARTING_SECONDS
         self.kinds.add(case.kind)

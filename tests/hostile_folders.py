@@ -48,6 +48,9 @@ def make(chance: random.Random, folder: Path):
 
 def spoil(chance: random.Random, path: Path) -> str:
     """Do something to one file; what was done, in words."""
+    if path.exists() and not path.is_file():  # spoiled before, or LATEST
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        return f"{path.name}: removed"
     way = chance.choice(
         ("tear", "tear", "remove", "empty", "folder", "loop", "dangling", "fifo", "json", "pointer", "locked")
     )
