@@ -320,6 +320,7 @@ def _select(batches, wanted):
     for batch in batches:
         names = batch.schema.names
         batch = batch.select([name for name in names if wanted is None or name in wanted] or names)
+        batch.validate(full=True)  # else damaged offsets would be followed out of the file
         for start in range(0, batch.num_rows, 256):
             yield batch.slice(start, 256)
 

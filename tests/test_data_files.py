@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+import struct
 import time
 import tracemalloc
 from pathlib import Path
@@ -303,3 +304,17 @@ def test_a_named_pipe_in_a_model_an_archive_or_a_run_is_refused(tmp_path):
     for reader in (locate, check_model_path, _run_folder, lambda folder: locate(f"{folder}/policy.pt")):
         with pytest.raises(ValueError, match="policy.pt: is a named pipe"):
             reader(str(tmp_path))
+
+
+@pytest.mark.parametrize("end", [2**30, -7])
+def test_damaged_offsets_of_an_arrow_file_are_refused(tmp_path, end):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"prompt": ["abc", "defgh"], "chosen": ["a", "b"], "rejected": ["c", "d"]})
+    path = tmp_path / "d.arrow"
+    with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+        stream.write_table(table)
+    data, offsets = path.read_bytes(), struct.pack("<3i", 0, 3, 8)
+    assert data.count(offsets) == 1
+    path.write_bytes(data.replace(offsets, struct.pack("<3i", 0, end, 8)))
+    with pytest.raises(ValueError, match="d.arrow: cannot be read as arrow"):
+        read(path, tmp_path)
