@@ -67,6 +67,7 @@ class MicroBatch:
         datasets: int64 [E], data set of each example.
         keys: (data set, response id) of each response, for the reference cache.
         units: what it was made of, to name examples in an error.
+        padding: tokens at the end of a packed row that belong to no unit.
     """
 
     input_ids: torch.Tensor
@@ -83,6 +84,7 @@ class MicroBatch:
     datasets: torch.Tensor
     keys: list[tuple[int, int]]
     units: list[PromptUnit]
+    padding: int = 0
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Copy of this batch with its tensors on `device`; to a GPU without waiting for what runs there."""
@@ -103,14 +105,19 @@ class MicroBatch:
     def n_tokens(self) -> int:
         """Tokens that carry information, padding not counted."""
         shared = self.attention_mask is None
-        return self.input_ids.numel() if shared else sum(unit.cost(share_prefix=False) for unit in self.units)
+        return (
+            self.input_ids.numel() - self.padding
+            if shared
+            else sum(unit.cost(share_prefix=False) for unit in self.units)
+        )
 
 
-def pack(units: list[PromptUnit], share_prefix: bool = True) -> MicroBatch | None:
+def pack(units: list[PromptUnit], share_prefix: bool = True, multiple: int = 1) -> MicroBatch | None:
     """Lay units out as one packed row (see `MicroBatch`); None for no units.
 
     Each unit is a tree: the prompt once, then its responses, whose positions restart after the prompt. Without prefix
-    sharing every response is a tree of its own. There is no padding.
+    sharing every response is a tree of its own. A row is filled up to a multiple of `multiple` tokens with a last tree
+    that nothing is scored in: some kernels are compiled for, and memory is kept for, rows of few sizes.
     """
     if not units:
         return None
@@ -135,6 +142,11 @@ def pack(units: list[PromptUnit], share_prefix: bool = True) -> MicroBatch | Non
                 cursor += n
                 n_responses += 1
             trees.append(PrefixTree(n_prompt, tuple(len(response) for response in responses)))
+    padding = -cursor % multiple
+    if padding:
+        tokens.append(np.zeros(padding, dtype=np.int32))
+        positions.append(np.arange(padding))
+        trees.append(PrefixTree(padding, ()))
     return MicroBatch(
         input_ids=_int64(tokens)[None],
         position_ids=_int64(positions)[None],
@@ -142,6 +154,7 @@ def pack(units: list[PromptUnit], share_prefix: bool = True) -> MicroBatch | Non
         trees=trees,
         predictors=_int64(predictors),
         response_of=_int64(response_of),
+        padding=padding,
         **_examples(units),
     )
 

@@ -102,17 +102,19 @@ AttentionInterface.register(ATTENTION_NAME, packed_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
-def use_attention(model, kernel: str, full_forward: bool = False) -> None:
+def use_attention(model, kernel: str, full_forward: bool = False, windows: tuple[int | None, ...] = ()) -> None:
     """Prepare a model for `response_logps`.
 
     Args:
         kernel: name of an attention kernel; "plain" is for padded rows and leaves the model its own attention.
+        windows: those of the model's layers, as a try of the kernel found them (`PackedLayout.windows`).
         full_forward: score through the model's own forward and logits, for heads that modeling/head.py does not know.
     """
     if is_packed(kernel):
         model.set_attn_implementation(ATTENTION_NAME)
     model.attention_kernel = kernel
     model.full_forward = full_forward
+    model.attention_windows = windows
     separate_rows(model)
     for method in (response_logps, token_logps):
         setattr(model, method.__name__, types.MethodType(method, model))

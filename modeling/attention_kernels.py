@@ -8,6 +8,7 @@ devices and dtypes fit, and uses it if it scores as the model itself does.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 import private_apis
-from modeling.packed_layout import PackedLayout, Piece
+from modeling.block_masks import BLOCK
+from modeling.packed_layout import PackedLayout, Piece, Sequences
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Kernel:
         dtypes: of queries, keys and values; empty for all.
         lacks: features of attention that it cannot compute, out of FEATURES.
         automatic: whether model.attention=auto may choose it.
+        row_multiple: packed rows are filled up to a multiple of so many tokens.
         function: (query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v], layout, scale, window)
             -> [1, T, H, D_v], with softcap=... and sinks=... where a model has them and the kernel does not lack them;
             None for the model's own attention, which padded rows go through.
@@ -40,6 +43,7 @@ class Kernel:
     dtypes: tuple[torch.dtype, ...]
     lacks: tuple[str, ...]
     automatic: bool
+    row_multiple: int
     function: Callable | None
 
     def runs_on(self, device: str, dtype: torch.dtype) -> bool:
@@ -59,12 +63,13 @@ def register_kernel(
     dtypes: tuple[torch.dtype, ...] = (),
     lacks: tuple[str, ...] = (),
     automatic: bool = True,
+    row_multiple: int = 1,
 ):
     """Register the decorated function as an attention kernel, after those registered before. See `Kernel`."""
     assert layout in ("packed", "padded") and set(lacks) <= set(FEATURES), (name, layout, lacks)
 
     def register(function):
-        KERNELS.append(Kernel(name, layout, devices, dtypes, lacks, automatic, function))
+        KERNELS.append(Kernel(name, layout, devices, dtypes, lacks, automatic, row_multiple, function))
         return function
 
     return register
@@ -86,6 +91,11 @@ def is_packed(name: str) -> bool:
     return any(kernel.layout == "packed" for kernel in KERNELS if kernel.name == name)
 
 
+def row_multiple(name: str) -> int:
+    """What the length of packed rows for a kernel is a multiple of."""
+    return max(kernel.row_multiple for kernel in KERNELS if kernel.name == name)
+
+
 def kernel_for(name: str, device: str, dtype: torch.dtype, needs: tuple[str, ...]) -> Kernel:
     """The packed kernel that computes one call: the first of this name that can, else the first of another name (under
     flex a layer with soft-capping, say).
@@ -102,9 +112,11 @@ def kernel_for(name: str, device: str, dtype: torch.dtype, needs: tuple[str, ...
 
 _compiled_flex = None
 FLEX_LACKS = ("softcap", "sinks")
+# Two blocks of the mask at least: a dimension of size one is compiled for itself.
+FLEX_ROWS = 2 * BLOCK
 
 
-@register_kernel("flex", layout="packed", devices=("cuda",), dtypes=FLOATS, lacks=FLEX_LACKS)
+@register_kernel("flex", layout="packed", devices=("cuda",), dtypes=FLOATS, lacks=FLEX_LACKS, row_multiple=FLEX_ROWS)
 def flex(query, key, value, layout: PackedLayout, scale: float, window: int | None) -> torch.Tensor:
     """FlexAttention, compiled: the whole row in one call."""
     global _compiled_flex
@@ -115,7 +127,7 @@ def flex(query, key, value, layout: PackedLayout, scale: float, window: int | No
     return _call_flex(_compiled_flex, query, key, value, layout, scale, window)
 
 
-@register_kernel("flex", layout="packed", devices=("cpu",), lacks=FLEX_LACKS, automatic=False)
+@register_kernel("flex", layout="packed", devices=("cpu",), lacks=FLEX_LACKS, automatic=False, row_multiple=FLEX_ROWS)
 def flex_uncompiled(query, key, value, layout: PackedLayout, scale: float, window: int | None) -> torch.Tensor:
     """FlexAttention as plain operations: for checking the rule, not for speed."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -124,9 +136,79 @@ def flex_uncompiled(query, key, value, layout: PackedLayout, scale: float, windo
 
 
 def _call_flex(function, query, key, value, layout, scale, window):
-    grouped = key.shape[1] != query.shape[1]
-    output = function(query, key, value, block_mask=layout.block_mask(window), scale=scale, enable_gqa=grouped)
+    output = function(
+        query,
+        key,
+        value,
+        block_mask=layout.block_mask(window),
+        scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+        # Below 128 tokens torch chooses flex-decoding, which has no configuration for grouped heads of so many rows.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+    )
     return output.transpose(1, 2).contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flash attention over sequences of any length: each piece is one, with its prompt's keys copied before its own
+
+
+@register_kernel("varlen", layout="packed", devices=("cuda",), dtypes=(torch.bfloat16, torch.float16), lacks=FEATURES)
+@torch.compiler.disable  # its sequences are lists of the host
+def varlen(query, key, value, layout: PackedLayout, scale: float, window: int | None) -> torch.Tensor:
+    """Flash attention (arXiv 2307.08691) in one call of torch's `varlen_attn`, for cards and shapes that FlexAttention
+    does not compile for.
+
+    Queries are aligned with the last of their sequence's keys, so that a response sees its whole prompt, and a window
+    counts from there. The copies of the prompts' keys and values are all that this costs over two calls merged by their
+    log-sum-exp, which windows rule out: they would need another width for each response.
+    """
+    plan = layout.sequences
+    keys, values = (_CopyPrompts.apply(tensor[0].transpose(0, 1), plan) for tensor in (key, value))
+    output = varlen_attention(query[0].transpose(0, 1).contiguous(), keys, values, plan, scale, window)
+    return output[None]
+
+
+def varlen_attention(query, key, value, plan: Sequences, scale: float, window: int | None) -> torch.Tensor:
+    """[T, H, D] queries, [K, H_kv, D] keys and values of the plan's sequences -> [T, H, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Releases before the option group heads by themselves.
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return varlen_attn(
+        query,
+        key,
+        value,
+        plan.query_starts,
+        plan.key_starts,
+        plan.most_queries,
+        plan.most_keys,
+        scale=scale,
+        # (keys to the left, keys to the right) of the query's own; -1 is all.
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,
+    )
+
+
+class _CopyPrompts(torch.autograd.Function):
+    """[T, H, D] of the row -> [K, H, D] of the sequences. Its gradient gathers a token's copies one by one, summed in
+    fp32: index_add would add them in an order of its own each time, and in the tensor's precision.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor, plan):
+        ctx.plan = plan
+        return tensor[plan.copied]
+
+    @staticmethod
+    def backward(ctx, upstream):
+        wide = torch.promote_types(upstream.dtype, torch.float32)
+        padded = torch.cat([upstream, upstream.new_zeros(1, *upstream.shape[1:])])
+        first, *others = ctx.plan.copies
+        total = padded[first].to(wide)
+        for places in others:
+            total += padded[places]
+        return total.to(upstream.dtype), None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

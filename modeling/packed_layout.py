@@ -6,12 +6,16 @@ prompt, and inside prompt + response for each response; trees do not see each ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 
 from data.batching import PrefixTree
+from modeling.block_masks import make_block_mask, to_device
+
+NO_PROMPT = slice(0, 0)
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,26 @@ class Piece:
     @property
     def n_tokens(self) -> int:
         return self.rows.stop - self.rows.start
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The row's pieces as sequences of queries and keys, for kernels that take sequences of any length. Tensors lie on
+    the device of the row; K: keys in all, a prompt's once for itself and once for each of its responses.
+
+    Attributes:
+        query_starts, key_starts: int32 [pieces + 1], where each sequence starts, and the end of the last.
+        most_queries, most_keys: of any sequence.
+        copied: int64 [K], the token of the row that each key is of.
+        copies: int64 [T] each: the first, second, ... key of each token; K where it has no more.
+    """
+
+    query_starts: torch.Tensor
+    key_starts: torch.Tensor
+    most_queries: int
+    most_keys: int
+    copied: torch.Tensor
+    copies: tuple[torch.Tensor, ...]
 
 
 class PackedLayout:
@@ -66,6 +90,36 @@ class PackedLayout:
         """Positions in the row of a response's prompt; None for a piece without one."""
         return None if piece.prompt is None else self.pieces[piece.prompt].rows
 
+    @cached_property
+    def sequences(self) -> Sequences:
+        """See `Sequences`."""
+        parts = []
+        for piece in self.pieces:
+            prompt = self.prompt_rows(piece) or NO_PROMPT
+            parts.append(
+                np.concatenate([np.arange(prompt.start, prompt.stop), np.arange(piece.rows.start, piece.rows.stop)])
+            )
+        copied = np.concatenate(parts)
+        # The k-th key of each token: keys sorted by token, without a change of order among those of one token.
+        order = np.argsort(copied, kind="stable")
+        counts = np.bincount(copied, minlength=len(self.positions))
+        rank = np.arange(len(copied)) - np.repeat(np.cumsum(counts) - counts, counts)
+        copies: np.ndarray = np.full((counts.max(), len(self.positions)), len(copied), dtype=np.int64)
+        copies[rank, copied[order]] = order
+
+        def starts(sizes: list[int]) -> torch.Tensor:
+            return to_device(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32), self.positions.device)
+
+        n_keys = [len(part) for part in parts]
+        return Sequences(
+            starts(self.sizes),
+            starts(n_keys),
+            max(self.sizes),
+            max(n_keys),
+            to_device(copied, self.positions.device),
+            tuple(to_device(row, self.positions.device) for row in copies),
+        )
+
     def mask(self, piece: Piece, window: int | None) -> torch.Tensor | None:
         """Boolean [Q, K], which of its prompt's and its own K tokens each of a piece's Q tokens sees.
 
@@ -100,34 +154,14 @@ class PackedLayout:
                 self._masks[key] = (keys <= queries) & (queries - keys < (window or n_keys + 1))
         return self._masks[key]
 
-    def mask_mod(self, window: int | None) -> Callable:
-        """The same rule as a FlexAttention mask function over the whole row."""
-        device = self.positions.device
-        trees, branches = [], []
-        for number, tree in enumerate(self.trees):
-            for branch, n in enumerate((tree.prompt, *tree.responses)):
-                trees += [number] * n
-                branches += [branch] * n
-        tree_of = torch.tensor(trees, device=device)
-        branch_of = torch.tensor(branches, device=device)
-        positions = self.positions
-
-        def visible(batch, head, query, key):
-            same_path = (tree_of[query] == tree_of[key]) & (
-                (branch_of[key] == 0) | (branch_of[key] == branch_of[query])
-            )
-            near = positions[query] - positions[key] < (window or len(trees) + 1)
-            return same_path & (key <= query) & near
-
-        return visible
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows whose block masks have been asked for: those of the model's layers, after a forward pass."""
+        return tuple(self._block_masks)
 
     def block_mask(self, window: int | None):
-        """FlexAttention's block mask of the row, made once a micro-batch and window."""
+        """FlexAttention's block mask of the row, made once a micro-batch and window (block_masks.py)."""
         if window not in self._block_masks:
-            from torch.nn.attention.flex_attention import create_block_mask
-
-            n = len(self.positions)
-            self._block_masks[window] = create_block_mask(
-                self.mask_mod(window), None, None, n, n, device=self.positions.device
-            )
+            pieces = [(piece.rows, self.prompt_rows(piece) or NO_PROMPT) for piece in self.pieces]
+            self._block_masks[window] = make_block_mask(pieces, self.positions, window)
         return self._block_masks[window]

@@ -39,6 +39,8 @@ def token_logps(model, batch: MicroBatch, layout: PackedLayout | None = None) ->
     arguments = {"input_ids": batch.input_ids, "use_cache": False}
     if batch.trees is not None:
         layout = layout or PackedLayout(batch.trees, batch.position_ids[0], model.attention_kernel)
+        for window in model.attention_windows:
+            layout.block_mask(window)  # before the first block, so that making it is no part of a compiled block
         # A ready 4-D mask stops the library from making one; the packed attention never reads it.
         mask = batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool)
         arguments |= {"position_ids": batch.position_ids, "layout": layout, "attention_mask": mask}

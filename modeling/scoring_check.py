@@ -118,7 +118,7 @@ class _Check:
         for kernel in kernels:
             problem = self.agreed(self.packed_problem(kernel))
             if problem is None:
-                use_attention(self.model, kernel)
+                use_attention(self.model, kernel, windows=self.windows)
                 return kernel, False, None
             reasons.append(f"{kernel}: {problem}")
         if reasons and wanted != "auto":
@@ -180,6 +180,7 @@ class _Check:
             if batch.trees is not None:
                 layout = PackedLayout(batch.trees, batch.position_ids[0], kernel)
             self.found = self.scores(batch, layout)
+            self.windows = layout.windows if layout is not None else ()
             difference = _difference(self.found, self.truth)
             if not difference < self.tolerance.between(self.noise):
                 return f"log-probs differ by {difference:.1e}"

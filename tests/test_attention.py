@@ -5,19 +5,22 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 import torch
-from architectures import WINDOW, make
+from architectures import SLIDING, WINDOW, make
 from scoring_checks import PAD, UNITS, true_scores, unit_of
+from torch.nn.attention.flex_attention import create_block_mask
 
 from data.batching import pack
 from modeling import attention_kernels
 from modeling.attention import ATTENTION_NAME, packed_attention, use_attention
-from modeling.attention_kernels import candidates, is_packed, kernel_for, kernel_names
+from modeling.attention_kernels import candidates, is_packed, kernel_for, kernel_names, row_multiple
+from modeling.blocks import checkpoint_activations, find_blocks
 from modeling.packed_layout import PackedLayout
 from modeling.scoring import response_logps
 from modeling.scoring_check import choose_attention
 from settings.schema import ModelSettings
 
-PACKED = [name for name in kernel_names() if is_packed(name)]
+ON_CPU = dict.fromkeys(k.name for k in attention_kernels.KERNELS if k.runs_on("cpu", torch.float32))
+PACKED = [name for name in ON_CPU if is_packed(name)]
 
 
 def random_units(rng):
@@ -47,10 +50,6 @@ def test_every_kernel_follows_the_dense_rule(window, seed):
     batch = pack(random_units(np.random.default_rng(seed)))
     total = batch.input_ids.numel()
     rule = dense_rule(batch, window)
-    layout = PackedLayout(batch.trees, batch.position_ids[0])
-    index = torch.arange(total)
-    assert torch.equal(layout.mask_mod(window)(0, 0, index[:, None], index[None]), rule)
-
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(1, 4, total, 16, generator=generator)
     key, value = (torch.randn(1, 2, total, 16, generator=generator) for _ in range(2))  # grouped heads
@@ -74,6 +73,84 @@ def test_every_kernel_follows_the_dense_rule(window, seed):
             None, query, key, value, None, scaling=0.3, layout=layout, sliding_window=window, softcap=5.0, s_aux=sinks
         )
         assert torch.allclose(found, (weights @ wide_value).transpose(1, 2), atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 17, 128, 200, 1000])
+def test_block_masks_are_those_of_the_dense_rule(window):
+    """Every block that is left out, and every block that is computed without looking at the rule."""
+    rng = np.random.default_rng(window)
+    for _ in range(8):
+        units = [
+            unit_of(i, int(rng.integers(1, 300)), rng.integers(1, 250, rng.integers(1, 4)).tolist()) for i in range(2)
+        ]
+        batch = pack(units, multiple=int(rng.choice([1, 256])))
+        layout = PackedLayout(batch.trees, batch.position_ids[0])
+        index, total = torch.arange(batch.input_ids.numel()), batch.input_ids.numel()
+        rule = dense_rule(batch, window)
+        mask = layout.block_mask(window)
+        assert torch.equal(mask.mask_mod(0, 0, index[:, None], index[None]), rule)
+        expected = create_block_mask(mask.mask_mod, None, None, total, total, device="cpu")
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            assert torch.equal(getattr(mask, name), getattr(expected, name)), name
+        assert torch.equal(mask.to_dense(), expected.to_dense())
+
+
+def flash_over_sequences(query, key, value, plan, scale, window):
+    """What flash attention computes over sequences, written out: queries are the last of their sequence's keys."""
+    outputs = []
+    queries, keys = plan.query_starts.tolist(), plan.key_starts.tolist()
+    assert plan.most_queries == max(np.diff(queries)) and plan.most_keys == max(np.diff(keys))
+    for a, b, c, d in zip(queries, queries[1:], keys, keys[1:]):
+        own_query = query[a:b].transpose(0, 1)
+        own_key, own_value = (t[c:d].transpose(0, 1).repeat_interleave(2, dim=0) for t in (key, value))
+        places, others = torch.arange(d - c - (b - a), d - c)[:, None], torch.arange(d - c)[None]
+        visible = (others <= places) & (places - others < (window or d))
+        scores = (own_query @ own_key.mT * scale).masked_fill(~visible, -torch.inf)
+        outputs.append((scores.softmax(-1) @ own_value).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 1, WINDOW])
+def test_varlen_sequences_follow_the_dense_rule(window, monkeypatch):
+    monkeypatch.setattr(attention_kernels, "varlen_attention", flash_over_sequences)
+    for seed in range(4):
+        batch = pack(random_units(np.random.default_rng(seed)), multiple=64)
+        total, rule = batch.input_ids.numel(), dense_rule(batch, window)
+        leaves = [torch.randn(1, heads, total, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+        query, key, value = leaves
+        scores = (query @ key.repeat_interleave(2, 1).mT * 0.3).masked_fill(~rule, -torch.inf)
+        expected = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+        layout = PackedLayout(batch.trees, batch.position_ids[0], "varlen")
+        found = attention_kernels.varlen(query, key, value, layout, 0.3, window)
+        assert torch.allclose(found, expected)
+        upstream = torch.randn_like(expected)
+        for a, b in zip(torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream)):
+            assert torch.allclose(a, b)
+
+
+@pytest.mark.parametrize("name, checkpointing", [("llama", False), ("llama", True), ("gemma3_text", False)])
+def test_rows_of_fifty_lengths_compile_at_most_three_times(name, checkpointing, monkeypatch):
+    """Blocks compiled around FlexAttention, forward and backward: the mask is a value, not part of what is compiled."""
+    # On a CPU it has no backward kernel, but its gradients as plain operations do.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    torch.compiler.reset()
+    model = make(name)
+    blocks = find_blocks(model, None)
+    if checkpointing:
+        checkpoint_activations(blocks, 1)
+    for block in blocks:
+        block.compile(dynamic=True, backend="eager")
+    use_attention(model, "flex", windows=(WINDOW,) if name in SLIDING else (None,))
+    counters = torch._dynamo.utils.counters
+    before, lengths, rng = counters["stats"]["unique_graphs"], set(), np.random.default_rng(0)
+    while len(lengths) < 50:  # scored tokens; rows of two blocks and more
+        units = [
+            unit_of(k, int(rng.integers(1, 60)), rng.integers(1, 60, 2).tolist()) for k in range(rng.integers(1, 4))
+        ]
+        batch = pack(units, multiple=row_multiple("flex"))
+        lengths.add(len(batch.targets))
+        response_logps(model, batch).sum().backward()
+    assert 0 < counters["stats"]["unique_graphs"] - before <= 3
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_neox"])
@@ -117,7 +194,8 @@ def test_the_settings_name_the_kernels_there_are():
 
 
 def test_candidates_by_device_and_dtype():
-    assert candidates("cuda", torch.bfloat16) == ["flex", "packed_sdpa"]
+    assert candidates("cuda", torch.bfloat16) == ["flex", "varlen", "packed_sdpa"]
+    assert candidates("cuda", torch.float32) == ["flex", "packed_sdpa"]
     assert candidates("cuda", torch.float64) == ["packed_sdpa"]
     assert candidates("cpu", torch.float32) == candidates("mps", torch.float32) == ["packed_sdpa"]
 

@@ -16,7 +16,7 @@ from data.options import mixture_weights
 from data.sampler import BatchSampler, DatasetMixture
 from data.tokenization import load_tokenized
 from modeling import loading
-from modeling.attention_kernels import is_packed
+from modeling.attention_kernels import is_packed, row_multiple
 from parallel.placement import Placement
 from settings import Settings
 from settings.config_files import default
@@ -149,7 +149,7 @@ def make_steps(
             row holds a prompt once for all its responses; budget: tokens a pass.
     """
     if is_packed(kernel):
-        make_batch = partial(pack, share_prefix=share_prefix)
+        make_batch = partial(pack, share_prefix=share_prefix, multiple=row_multiple(kernel))
     else:
         make_batch = partial(pad, pad_token_id=loading.padding_id(tokenizer))
     layout: dict[str, Any] = {
