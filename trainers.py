@@ -20,6 +20,7 @@ from training.memory_retry import out_of_memory_message, within_memory
 from training.meter import Meter
 from training.metrics import ExampleMetrics, MetricAccumulator
 from training.optimizer import learning_rate
+from training.precision import on_device
 from training.preparation import PreparedRun
 from utils import World, gather_objects
 
@@ -29,6 +30,7 @@ SIGNAL_INTERVAL = 8
 
 def run(config: Settings, run_dir: str, world: World) -> float | None:
     """Train as `config` says, on this rank. Returns the last evaluation's loss (None if there was none)."""
+    config = on_device(config, world.device)
     trainer = TRAINERS[config.trainer](config, run_dir, world)
     try:
         with trainer.signals:
@@ -47,6 +49,7 @@ def run(config: Settings, run_dir: str, world: World) -> float | None:
         raise problem
     finally:
         trainer.heartbeat.close()
+        trainer.placement.close()
     trainer.reporter.finish(True)
     return result
 
@@ -86,7 +89,9 @@ class BasicTrainer(PreparedRun):
         """`gradients`, in smaller micro-batches where memory runs out and this placement can repeat a step."""
         if not self.placement.retries_out_of_memory:
             return self.gradients(step)
-        return within_memory(self.gradients, step, self.sampler, self.optimizer, self.notice)
+        return within_memory(
+            self.gradients, step, self.sampler, self.optimizer, self.notice, lambda: self.placement.recover(self.policy)
+        )
 
     def out_of_memory(self, problem: str) -> str:
         """What to do about it, in words."""

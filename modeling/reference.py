@@ -14,6 +14,7 @@ from modeling.reference_cache import CachedResponses, ReferenceCache
 from modeling.reference_key import allowed_rounding, computation_digest, probe_unit
 from modeling.sharded import reshard_after_eval
 from settings import Settings
+from settings.precision import mixed_dtype
 from utils import broadcast_object, digest, gather_objects, get_local_dir
 
 SAVE_SECONDS = 60  # between two saves while values are computed
@@ -52,7 +53,7 @@ class Reference:
         self.device = torch.device(world.device)
         self.model: torch.nn.Module | None = None
         dtype = config.model.reference_dtype or config.model.policy_dtype
-        self._dtype, self._compute_dtype = dtype, config.model.fsdp_policy_mp or dtype
+        self._dtype, self._compute_dtype = dtype, mixed_dtype(config) or dtype
         self.key = f"{weights_digest(policy, world)}-{dtype}-{self._compute_dtype}"
         self.starts_as_policy = dtype == config.model.policy_dtype
         if config.reference.mode == "online":

@@ -7,6 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from modeling.loading import DTYPES
 from settings import Settings
+from settings.precision import mixed_dtype
 from settings.shard_layout import reduce_dtype_of, reshards_after_forward
 
 
@@ -16,7 +17,7 @@ def apply_fsdp(model, blocks, mesh: DeviceMesh, config: Settings, frozen: bool, 
     Norm, head and embeddings stay together in the root's group, so that tied weights are in one group.
     """
     fsdp = config.fsdp
-    dtypes = {"param_dtype": config.model.fsdp_policy_mp, "reduce_dtype": reduce_dtype_of(config)}
+    dtypes = {"param_dtype": mixed_dtype(config), "reduce_dtype": reduce_dtype_of(config)}
     precision = {key: DTYPES[dtype] for key, dtype in dtypes.items() if dtype}
     pinned = mesh.device_type != "cpu"
     reshard = frozen or reshards_after_forward(config)

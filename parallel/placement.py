@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from checkpoint.names import listing
 from modeling.sharded import reshard_after_eval
@@ -13,7 +15,7 @@ from parallel.build import build_model
 from parallel.gradients import clip_gradients, group_by_mesh
 from parallel.weights import count_held
 from settings import Settings
-from settings.shard_layout import ShardLayout, layout_of
+from settings.shard_layout import ShardLayout, layout_of, reduces_every_pass
 from utils import World, all_reduce_sum, gather_objects
 
 
@@ -25,11 +27,15 @@ class Placement:
         world: this process among those that train together.
         layout: how they share the model and the data.
         mesh: the same with process groups; None on one device.
+        reduces_every_pass: whether each micro-batch's gradients are summed over the shards at once.
+        owns_group: whether the process group is this object's own, for a mesh of one device.
     """
 
     world: World
     layout: ShardLayout
     mesh: DeviceMesh | None = None
+    reduces_every_pass: bool = True
+    owns_group: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -50,7 +56,8 @@ class Placement:
 
     @property
     def retries_out_of_memory(self) -> bool:
-        return self.layout.retries_out_of_memory
+        # FSDP2 can give up a pass that ended in the middle from torch 2.13 on.
+        return self.layout.retries_out_of_memory and (not self.sharded or hasattr(FSDPModule, "reset_iter_state"))
 
     def build_model(self, config: Settings, tokenizer, dtype: torch.dtype, frozen: bool = False) -> torch.nn.Module:
         """A model with its weights, ready to compute here: see parallel/build.py."""
@@ -66,9 +73,13 @@ class Placement:
         return clip_gradients(model, max_norm)
 
     def sync_gradients(self, model, last: bool) -> None:
-        """Call before each micro-batch of a step: gradients are summed on each rank, and over ranks after the last."""
+        """Call before each micro-batch of a step: gradients are summed on each rank, over the shards of a copy of the
+        model after each or after the last (`reduces_every_pass`), and over copies after the last.
+        """
         if self.sharded:
-            model.set_requires_gradient_sync(last)
+            model.set_requires_gradient_sync(last or self.reduces_every_pass)
+            if self.layout.replicas > 1:
+                model.set_requires_all_reduce(last)
 
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that take different examples."""
@@ -83,6 +94,17 @@ class Placement:
                 if model is not None:
                     reshard_after_eval(model)
 
+    def close(self) -> None:
+        """Call once at the end of a run."""
+        if self.owns_group:
+            dist.destroy_process_group()
+
+    def recover(self, *models) -> None:
+        """Call after a pass that ended in the middle: what FSDP2 has gathered or not yet summed is given up."""
+        for model in models:
+            if self.sharded and model is not None:
+                model.reset_iter_state()
+
     def describe(self, model) -> list[str]:
         """What a model is and, on many devices, what each rank holds of it, in words. All ranks call it together."""
         count = sum(parameter.numel() for parameter in model.parameters())
@@ -92,7 +114,7 @@ class Placement:
         unread = getattr(model, "left_unread", [])
         if unread:
             lines.append(f"Stored tensors that have no part in this model are left unread: {listing(unread, 8)}.")
-        if self.sharded:
+        if self.world.size > 1:
             here, whole = count_held(model)
             parts = gather_objects(here, self.world)
             held = ", ".join(f"rank {rank} holds {part / 1e6:,.1f} M" for rank, part in enumerate(parts))
@@ -109,5 +131,11 @@ def make_placement(config: Settings, world: World) -> Placement:
     layout = layout_of(config, world.size)
     if not layout.sharded:
         return Placement(world, layout)
+    owns_group = world.size == 1 and not dist.is_initialized()
+    if owns_group:
+        # One device that computes in another type than its weights': FSDP2 wants a group, if only of this process.
+        backend = "cpu:gloo,cuda:nccl" if torch.device(world.device).type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     names, sizes = zip(*layout.grid)
-    return Placement(world, layout, init_device_mesh(torch.device(world.device).type, sizes, mesh_dim_names=names))
+    mesh = init_device_mesh(torch.device(world.device).type, sizes, mesh_dim_names=names)
+    return Placement(world, layout, mesh, reduces_every_pass(config), owns_group)

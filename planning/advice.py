@@ -8,7 +8,8 @@ from losses import find_loss
 from planning.estimate import estimate
 from planning.plan import Plan
 from settings import Settings, replace
-from settings.checks.optimizer import WHOLE_TENSORS_ONLY
+from settings.optimizers import WHOLE_TENSORS_ONLY
+from settings.precision import compute_dtype
 from settings.shard_layout import layout_of
 
 
@@ -25,8 +26,8 @@ def advise(config: Settings, plan: Plan, model_config) -> list[tuple[str, int, b
         if tokens == plan.batch.unit_tokens or _estimate_with(config, change, model_config, plan).fits:
             changes.append(change)
             break
-    if sharded and not config.model.fsdp_policy_mp and config.model.policy_dtype == "float32":
-        changes.append({"model.fsdp_policy_mp": "bfloat16"})
+    if plan.kind != "mps" and compute_dtype(config) == "float32":
+        changes.append({"precision": "bfloat16"})
     if int(config.activation_checkpointing) != 1:
         changes.append({"activation_checkpointing": True})
     if sharded and config.fsdp.sharding_strategy != "FULL_SHARD" and config.tp_size == 1:

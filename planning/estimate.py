@@ -21,14 +21,17 @@ from parallel.tensor_parallel import SPLITS, tensor_parallel_styles
 from planning.batch_shape import BatchShape, fill, largest_unit
 from planning.optimizer_memory import optimizer_needs
 from planning.plan import GB, Plan
-from planning.token_budget import activation_bytes, token_budget
+from planning.token_budget import activation_bytes, has_bfloat16, token_budget
 from planning.trace import PHASES, Shapes, logits_bytes, model_without_content, parameter_shapes, pass_peaks
-from settings import Settings
+from settings import Settings, replace
+from settings.optimizers import optimizer_arguments
+from settings.precision import compute_dtype, resolve_precision
 from settings.shard_layout import (
     ShardLayout,
     layout_of,
     offloads,
     reduce_dtype_of,
+    reduces_every_pass,
     reshards_after_forward,
     world_size_of,
 )
@@ -140,7 +143,7 @@ class _Estimator:
 
     def __post_init__(self):
         own = self.config.model.policy_dtype
-        self.own, self.compute = DTYPES[own], DTYPES[self.config.model.fsdp_policy_mp or own]
+        self.own, self.compute = DTYPES[own], DTYPES[compute_dtype(self.config)]
         self.reference_dtype = DTYPES[self.config.model.reference_dtype or own]
         needed = find_loss(self.config.loss.name).needs_reference(self.config.loss.options)
         self.online = needed and self.config.reference.mode == "online"
@@ -161,8 +164,9 @@ class _Estimator:
     def plan(self, shape: BatchShape, single_pass: bool | None) -> Plan:
         """The plan for micro-batches of this shape. single_pass: whether a step is one of them."""
         sizes = self.model.sizes
-        foreach = self.kind == "cuda" and not self.layout.sharded  # torch takes DTensors one by one unless it is given
-        needs = optimizer_needs(self.config.optimizer, dict(self.config.optimizer_kwargs), self.own, foreach)
+        on_host = self.layout.sharded and offloads(self.config, frozen=False)
+        arguments = optimizer_arguments(self.config, "cpu" if on_host else self.kind)
+        needs = optimizer_needs(self.config.optimizer, arguments, self.own, foreach=False)
         lasting = {
             "parameters": sum(sizes),
             "gradients": sum(sizes),
@@ -182,6 +186,8 @@ class _Estimator:
             communication=int(held_whole),
             buffers=self.model.shapes.buffers * (2 if self.online else 1),
         )
+        if self.layout.shards > 1 and not single_pass and not reduces_every_pass(self.config):
+            parts["unsharded gradients"] = self._unsharded_gradients()
         host: dict[str, int] = {}
         offloaded = []
         if self.layout.sharded and offloads(self.config, frozen=False):
@@ -256,6 +262,12 @@ class _Estimator:
         counted = 0 if gradients == "handed over" else sum(self.model.sizes)
         a_token = activation_bytes(self.model.part, every, self.compute.itemsize)
         return np.full(len(PHASES), float(a_token * shape.tokens + counted))
+
+    def _unsharded_gradients(self) -> int:
+        """Bytes of the gradients that each rank keeps whole until a step's last pass, summed in the reduce dtype."""
+        reduce_dtype = reduce_dtype_of(self.config)
+        itemsize = DTYPES[reduce_dtype].itemsize if reduce_dtype else self.own.itemsize
+        return self.model.shapes.n_parameters * itemsize
 
     def _held_whole(self) -> np.ndarray:
         """Parameters and gradients that FSDP2 holds whole for a while, bytes in each of PHASES, and at the very end.
@@ -332,6 +344,7 @@ def estimate(
     """
     found_kind, found_capacity = target_device(config)
     kind, capacity = kind or found_kind, capacity or found_capacity
+    config = replace(config, {"precision": resolve_precision(config, kind, has_bfloat16(kind))})
     world = world_size or world_size_of(config, kind, torch.cuda.device_count())
     layout = layout_of(config, world)
     model_config = model_config or loading.model_config(config, loading.load_tokenizer(config))

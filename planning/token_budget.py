@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from settings import Settings
+from settings.precision import compute_dtype
 
 # Bytes taken to be free on an accelerator that does not report them (MPS).
 ASSUMED_FREE = 8 << 30
@@ -38,6 +39,13 @@ def cpu_token_budget(threads: int) -> int:
     return min(4096, max(512, 384 * threads))
 
 
+def has_bfloat16(kind: str) -> bool:
+    """Whether a kind of device computes in bfloat16. A GPU that is planned for and not here is taken to."""
+    if kind != "cuda":
+        return kind == "cpu"
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def token_budget(config: Settings, model_config, kind: str, free: int | None, threads: int) -> int:
     """Most tokens of a micro-batch on one device.
 
@@ -53,7 +61,7 @@ def token_budget(config: Settings, model_config, kind: str, free: int | None, th
         return int(wanted)
     if kind == "cpu":
         return cpu_token_budget(threads)
-    size = 2 if config.model.fsdp_policy_mp or config.model.policy_dtype != "float32" else 4
+    size = 2 if compute_dtype(config) != "float32" else 4
     a_token = activation_bytes(model_config, int(config.activation_checkpointing), size)
     budget = int(0.5 * (ASSUMED_FREE if free is None else free) / a_token)
     return max(1024, min(budget, 65536) // 256 * 256)

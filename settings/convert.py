@@ -90,6 +90,8 @@ def recorded_form(config: DictConfig) -> dict:
     model = values["model"]
     model["block_name"] = model["block_name"] or model["block"]
     model["block"] = None
+    values["precision"] = model["fsdp_policy_mp"] or values["precision"]
+    model["fsdp_policy_mp"] = None
     if values["exp_name"] is None:
         parts = [
             os.path.basename(name.rstrip("/")).split(".jsonl")[0]

@@ -28,10 +28,10 @@ class ModelSettings:
     block: str | None = key("older name of block_name")  # always None in finalized settings
     frozen: tuple[str, ...] = key("parameters that are not trained, by name with * and ?")
     policy_dtype: Literal["float32", "bfloat16"] = key("type of the policy's weights")
-    fsdp_policy_mp: Literal["bfloat16", "float16"] | None = key("type sharded trainers compute in")
+    fsdp_policy_mp: Literal["bfloat16", "float16"] | None = key("older name of precision")  # None once finalized
     reference_dtype: Literal["float32", "bfloat16", "float16"] | None = key("null: policy_dtype")
     trust_remote_code: bool = key("run the model's own code")
-    attention: Literal["auto", "packed_sdpa", "flex", "plain"] = key("kernel of packed rows")
+    attention: Literal["auto", "packed_sdpa", "flex", "varlen", "plain"] = key("kernel of packed rows")
     size: Literal["14m", "31m", "70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b"] | None = key(
         "size of Pythia", optional=True
     )  # model=pythia only, else None
@@ -56,6 +56,7 @@ class FsdpSettings:
     backward_prefetch: Literal["BACKWARD_PRE"] | None = key("when the next block is fetched")
     forward_prefetch: int | None = key("blocks fetched ahead; null: implicit", low=1)
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = key("type gradients are summed in")
+    reduce_every_micro_batch: bool = key("gradients are sharded after each pass, not only after a step's last")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +165,7 @@ class Settings:
     # Devices
     trainer: Literal["BasicTrainer", "FSDPTrainer", "TensorParallelTrainer"] = key("placement")
     device: str | None = key("cpu, cuda, cuda:1, mps; null: the best there is", may_change=True)
+    precision: Literal["auto", "float32", "tf32", "bfloat16", "float16"] = key("type that models compute in")
     world_size: int | None = key("processes, one a device; null: every visible device", low=1, may_change=True)
     tp_size: int = key("devices that share one tensor-parallel copy", low=1)
     fsdp_port: int | None = key(

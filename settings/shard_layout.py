@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import utils
+from settings.precision import mixed_dtype
 from settings.schema import Settings
 
 
@@ -53,7 +54,7 @@ class ShardLayout:
     def retries_out_of_memory(self) -> bool:
         """Whether a step can be repeated when memory runs out. Not on many devices: the others are inside collectives
         that this rank has left, and there is no way back to the step's beginning."""
-        return not self.sharded
+        return self.world_size == 1
 
     def data_rank(self, rank: int) -> int:
         """Which of these parts process `rank` takes."""
@@ -87,9 +88,16 @@ def reshards_after_forward(config: Settings) -> bool:
     return config.fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
 
 
+def reduces_every_pass(config: Settings) -> bool:
+    """Whether a step's gradients are summed over the shards after each pass. Copies of a whole model keep all gradients
+    in any case, and save nothing by it.
+    """
+    return config.fsdp.reduce_every_micro_batch and config.fsdp.sharding_strategy != "NO_SHARD"
+
+
 def reduce_dtype_of(config: Settings) -> str | None:
     """Name of the dtype that gradients are reduced in; None: that of the parameters."""
-    return config.fsdp.reduce_dtype or ("float32" if config.model.fsdp_policy_mp else None)
+    return config.fsdp.reduce_dtype or ("float32" if mixed_dtype(config) else None)
 
 
 def layout_of(config: Settings, world_size: int) -> ShardLayout:
@@ -100,7 +108,8 @@ def layout_of(config: Settings, world_size: int) -> ShardLayout:
     """
     tp, strategy, replicas = config.tp_size, config.fsdp.sharding_strategy, config.fsdp.replicas
     if config.trainer == "BasicTrainer":
-        return ShardLayout()
+        # What it computes in another type than its weights' goes through FSDP2, too: on a mesh of one.
+        return ShardLayout((("shard", 1),)) if mixed_dtype(config) else ShardLayout()
     if tp > 1:
         if world_size % tp:
             raise ValueError(

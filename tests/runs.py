@@ -171,7 +171,7 @@ def train(folder: Path, *overrides: str, world: World = World(), prepare=None, r
 
     def watch(config, run_dir, world):
         trainer = make(config, run_dir, world)
-        step, evaluate = trainer.train_step, trainer.evaluate
+        step, evaluate, train_all = trainer.train_step, trainer.evaluate, trainer.train
 
         def watched_step(*arguments):
             metrics = step(*arguments)
@@ -185,7 +185,16 @@ def train(folder: Path, *overrides: str, world: World = World(), prepare=None, r
             seen.evals.append(evaluate())
             return seen.evals[-1]
 
-        trainer.train_step, trainer.evaluate, trainer.seen = watched_step, watched_evaluation, seen
+        def watched_training():
+            try:
+                return train_all()
+            finally:  # before the process group of a sharded model is closed
+                if hasattr(trainer, "policy"):
+                    state = full_state(trainer.policy, world, copy=True)
+                    seen.weights = {name: value.detach() for name, value in state.items()}
+
+        trainer.train_step, trainer.evaluate, trainer.train = watched_step, watched_evaluation, watched_training
+        trainer.seen = seen
         if prepare:
             prepare(trainer)
         trainers_made.append(trainer)
@@ -194,8 +203,6 @@ def train(folder: Path, *overrides: str, world: World = World(), prepare=None, r
     with patch.dict(trainers.TRAINERS, {config.trainer: watch}):
         seen.result = trainers.run(config, seen.run_dir, world)
     (trainer,) = trainers_made
-    state = full_state(trainer.policy, world, copy=True)
-    seen.weights = {name: value.detach() for name, value in state.items()}
     seen.notices = list(trainer.reporter.notices)
     return seen
 

@@ -38,6 +38,7 @@ UNPLACED = ("data.", "sampling.", "early_stopping.", "wandb.")
 PLACED = (
     "fsdp.",
     "model.fsdp_policy_mp",
+    "precision",
     "trainer",
     "device",
     "world_size",
@@ -113,7 +114,8 @@ CASES = {
     ),
     "model.frozen": Case("model.frozen=[model.embed_tokens.weight]", see=("weights",)),
     "model.policy_dtype": Case("model.policy_dtype=bfloat16", see=("steps",)),
-    "model.fsdp_policy_mp": Case("model.fsdp_policy_mp=bfloat16", see=("steps",)),
+    "model.fsdp_policy_mp": Case("model.fsdp_policy_mp=bfloat16", see=("steps",), read=False),
+    "precision": Case("precision=bfloat16", see=("steps",)),
     "model.reference_dtype": Case("model.reference_dtype=bfloat16", see=("steps",)),
     "model.trust_remote_code": Case("model.trust_remote_code=true", see=("notices",)),
     "model.attention": Case("model.attention=plain", see=("parts", "steps")),
@@ -130,6 +132,9 @@ CASES = {
     "fsdp.reference_cpu_offload": Case("fsdp.reference_cpu_offload=true", ONLINE, see=("calls",)),
     "fsdp.backward_prefetch": Case("fsdp.backward_prefetch=null", see=("calls",)),
     "fsdp.forward_prefetch": Case("fsdp.forward_prefetch=1", see=("calls",)),
+    "fsdp.reduce_every_micro_batch": Case(
+        "fsdp.reduce_every_micro_batch=false", "tokens_per_microbatch=64", see=("calls",)
+    ),
     "fsdp.reduce_dtype": Case("fsdp.reduce_dtype=bfloat16", see=("calls",)),
     "exp_name": Case("exp_name=mine", see=("run folder",)),
     "seed": Case("seed=1", see=("steps",)),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from runs import LLAMA, STRONG, ChangedPlacement, assert_same_training, baseline, spoil, train
 
+from modeling.blocks import find_blocks
 from training.optimizer import LossScale
 
 LN2 = math.log(2)
@@ -182,6 +183,42 @@ def test_a_step_that_does_not_fit_is_repeated_in_smaller_passes(folder):
     assert_same_training(baseline(folder, *LLAMA), run)
     reported = [notice for notice in run.notices if notice.startswith("Out of memory")]
     assert reported and len(reported) <= 3 and "tokens_per_microbatch=" in reported[0]
+
+
+def test_a_step_in_half_precision_is_repeated_too(folder):
+    """FSDP2 casts the parameters, also of one device: what it had begun is given up before the step is repeated."""
+    options = [*LLAMA, *STRONG, "precision=bfloat16", "tokens_per_microbatch=1024"]
+
+    def prepare(trainer):
+        failures = iter(["forward", "backward"])
+        forward = trainer.losses_and_metrics
+
+        def limited(split, batch):
+            where = next(failures, None) if split == "train" and len(batch.units) > 1 else None
+            first, last = find_blocks(trainer.policy, None)
+            hooks = {
+                "forward": lambda: last.mlp.register_forward_hook(exhausted),
+                "backward": lambda: first.mlp.register_forward_hook(fail_behind),
+            }
+            if where is None:
+                return forward(split, batch)
+            handle = hooks[where]()
+            try:
+                return forward(split, batch)
+            finally:
+                handle.remove()
+
+        def fail_behind(module, arguments, output):
+            output.register_hook(exhausted)
+
+        def exhausted(*_):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        trainer.losses_and_metrics = limited
+
+    whole, repeated = train(folder, *options), train(folder, *options, prepare=prepare)
+    assert len([notice for notice in repeated.notices if notice.startswith("Out of memory")]) == 2
+    assert repeated.losses == pytest.approx(whole.losses, rel=2e-2)
 
 
 def test_a_prompt_that_does_not_fit_says_what_to_do(folder):

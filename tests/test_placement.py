@@ -355,3 +355,23 @@ def test_what_a_rank_holds_falls_with_the_number_of_ranks(sharded, sizes):
     assert held[1] == [whole]  # float32: weight, gradient and two moments
     for size in sizes[1:]:
         assert max(held[size]) <= 1.1 * whole / size, held
+
+
+def gradients_after_passes(world, folder, options):
+    """Whether this rank has its shard of the gradients, and no more, after each of three passes of a step."""
+    config = settings_of(folder, *options, f"world_size={world.size}")
+    place = make_placement(config, world)
+    model = place.build_model(config, loading.load_tokenizer(config), torch.float32)
+    found = []
+    for index in range(3):
+        place.sync_gradients(model, last=index == 2)
+        model(input_ids=torch.arange(8)[None]).logits.square().mean().backward()
+        found.append(all(parameter.grad is not None for parameter in model.parameters()))
+    return found
+
+
+def test_each_pass_leaves_shards_of_gradients_or_the_last_one_does(folder, pools):
+    """Whole gradients on every device until the last pass are 32 GB for a model of eight billion parameters."""
+    for wanted, expected in (("true", [True] * 3), ("false", [False, False, True])):
+        option = f"fsdp.reduce_every_micro_batch={wanted}"
+        assert pools(2).run(gradients_after_passes, folder, [*LLAMA, *FSDP, option]) == [expected] * 2

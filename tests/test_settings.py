@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 import settings
 import train
 import utils
-from settings.checks.optimizer import OPTIMIZERS
 from settings.foreign_keys import FOREIGN_KEYS, FSDP1_KEYS
+from settings.optimizers import OPTIMIZERS
 
 # The README commands of the DPO reference implementation (eric-mitchell/direct-preference-optimization):
 # paths of weights are put in by the tests.
@@ -388,7 +388,10 @@ def test_long_names_of_runs_end_in_a_digest():
         ("data.template_date=\"'2026-12-01'\"", ["data.template_date=2026-12-01", "no effect", "no date"]),
         ("model.local_copy=.", ["model.local_copy", "random_config"]),
         # placement
-        ("model.fsdp_policy_mp=bfloat16", ["BasicTrainer", "trainer=FSDPTrainer"]),
+        ("optimizer=Adafactor precision=bfloat16", ["precision=bfloat16", "Adafactor", "precision=float32"]),
+        ("device=cpu precision=tf32", ["precision=tf32", "GPU"]),
+        ("device=cpu precision=float16", ["precision=float16 needs a GPU"]),
+        ("precision=float32 model.fsdp_policy_mp=bfloat16", ["two names", "precision"]),
         ("fsdp=no_shard", ["fsdp.sharding_strategy=NO_SHARD", "BasicTrainer"]),
         ("fsdp.cpu_offload=true", ["fsdp.cpu_offload=true", "BasicTrainer"]),
         ("world_size=2", ["BasicTrainer", "one device"]),

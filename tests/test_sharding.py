@@ -168,6 +168,14 @@ def test_bfloat16_is_close_and_keeps_float32_weights(folder, sharded):
         assert distance(run.weights, baseline(folder, *LLAMA).weights) < 0.02
 
 
+def test_bfloat16_on_one_device_is_that_of_many(folder, sharded):
+    """One device casts its parameters by the same means: FSDP2 over a group of one."""
+    alone = train(folder, *LLAMA, *STRONG, "precision=bfloat16")
+    together = sharded(2, "FULL_SHARD", "precision=bfloat16")[0]
+    assert alone.losses == pytest.approx(together.losses, abs=5e-3)
+    assert distance(alone.weights, together.weights) < 5e-3
+
+
 def test_float16_is_refused_on_a_cpu(folder):
     with pytest.raises(ValueError, match="model.fsdp_policy_mp=float16 needs a GPU"):
         settings_of(folder, *LLAMA, *FSDP, "world_size=2", "model.fsdp_policy_mp=float16")

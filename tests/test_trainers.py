@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import compose_config
 from runs import (
     LLAMA,
     MODELS,
@@ -23,9 +24,11 @@ from runs import (
 )
 
 import losses
+import settings
 from data.tokenization import load_tokenized
 from modeling import loading
 from modeling.blocks import find_blocks
+from settings.precision import resolve_precision
 
 LN2 = math.log(2)
 
@@ -415,6 +418,45 @@ def test_a_run_that_is_all_warm_up_is_reported(folder):
     assert "schedule=linear" in notice and "2 steps" in notice
 
 
+# ---- Precision ------------------------------------------------------------------------------------------------------
+
+
+def test_half_precision_on_one_device(folder):
+    """Weights, gradients and optimizer stay float32, blocks compute in bfloat16."""
+    options = [*LLAMA, *STRONG, "precision=bfloat16", "reference.mode=online"]
+    alone = train(folder, *options)
+    assert alone.losses[0] == pytest.approx(math.log(2), abs=1e-7) and alone.steps[0]["rewards_train/margins"] == 0
+    assert all(weight.dtype == torch.float32 for weight in alone.weights.values())
+    exact = train(folder, *LLAMA, *STRONG)
+    assert alone.losses != exact.losses and alone.losses == pytest.approx(exact.losses, rel=5e-2)
+
+
+def test_the_older_name_of_precision_is_the_same(folder):
+    options = [*LLAMA, *STRONG, "n_examples=10"]
+    assert (
+        train(folder, *options, "model.fsdp_policy_mp=bfloat16").losses
+        == train(folder, *options, "precision=bfloat16").losses
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, has_bfloat16, more, expected",
+    [
+        ("cuda", True, [], "bfloat16"),
+        ("cuda", False, [], "float32"),
+        ("cpu", True, [], "float32"),
+        ("mps", True, [], "float32"),
+        ("cuda", True, ["optimizer=Adafactor"], "float32"),
+        ("cuda", True, ["model.policy_dtype=bfloat16"], "bfloat16"),
+        ("cuda", True, ["precision=float32"], "float32"),
+        ("cuda", True, ["precision=tf32", "device=null"], "tf32"),
+    ],
+)
+def test_automatic_precision(folder, kind, has_bfloat16, more, expected):
+    config = compose_config(*LLAMA, "loss=dpo", *more)
+    assert resolve_precision(settings.finalize(config), kind, has_bfloat16) == expected
+
+
 # ---- Law 5: no option is ignored ------------------------------------------------------------------------------------
 
 
@@ -424,7 +466,8 @@ def test_a_run_that_is_all_warm_up_is_reported(folder):
         ("fsdp=no_shard", "fsdp.sharding_strategy"),
         ("tp_size=2", "tp_size"),
         ("fsdp.cpu_offload=true", "fsdp.cpu_offload"),
-        ("model.fsdp_policy_mp=bfloat16", "fsdp_policy_mp"),
+        ("precision=tf32", "precision=tf32"),
+        ("model.fsdp_policy_mp=bfloat16 precision=float32", "under two names"),
         ("world_size=2", "BasicTrainer"),
         ("loss.average_log_prob=true", None),
         ("model.attention=flex", "flex"),
@@ -432,7 +475,7 @@ def test_a_run_that_is_all_warm_up_is_reported(folder):
 )
 def test_what_has_no_effect_is_refused(folder, override, named):
     with pytest.raises(Exception) as error:
-        settings_of(folder, *LLAMA, override)
+        settings_of(folder, *LLAMA, *override.split())
     assert named is None or (isinstance(error.value, ValueError) and named in str(error.value))
 
 

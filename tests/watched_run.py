@@ -210,6 +210,7 @@ def _watches(seen: dict, recorder: Recorder):
     for direction in ("forward", "backward"):
         name = f"set_modules_to_{direction}_prefetch"
         yield note(torch.distributed.fsdp.FSDPModule, name, lambda self, modules: len(modules))
+    yield note(torch.distributed.fsdp.FSDPModule, "set_requires_gradient_sync", lambda self, wanted: wanted)
     # Only where data are not cached yet, so it is kept apart.
     yield note(sources, "worker_count", lambda number: number, seen["workers"])
 

@@ -10,6 +10,7 @@ from modeling.loading import DTYPES
 from modeling.rotary import length_limit, unknown_scaling
 from parallel.placement import Placement
 from settings import Settings
+from settings.precision import compute_dtype
 
 
 def choose_attention(
@@ -35,7 +36,7 @@ def choose_attention(
         loading.padding_id(tokenizer),
         placement.device,
         share_prefix=share_prefix,
-        dtype=DTYPES[config.model.fsdp_policy_mp or config.model.policy_dtype],
+        dtype=DTYPES[compute_dtype(config)],
         world=placement.world,
     )
     if why:

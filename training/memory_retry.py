@@ -38,11 +38,13 @@ def within_memory(
     sampler: BatchSampler,
     optimizer: torch.optim.Optimizer,
     notice: Callable[[str], None],
+    recover: Callable[[], None],
 ) -> Result:
     """`compute(step)`, again in smaller micro-batches where memory ran out.
 
     Args:
         compute: gradients of the optimizer's parameters, which are cleared after a try that failed.
+        recover: makes the models ready for another pass after one that ended in the middle.
     Raises:
         ValueError: a single prompt with its responses does not fit.
     """
@@ -52,6 +54,7 @@ def within_memory(
         except torch.OutOfMemoryError as error:
             problem = str(error).splitlines()[0]
         # Outside the handler: the error holds on to the tensors of the pass that failed.
+        recover()
         optimizer.zero_grad(set_to_none=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from settings import Settings
+from settings.optimizers import optimizer_arguments
 
 
 def make_optimizer(config: Settings, parameter_groups: list[dict]) -> torch.optim.Optimizer:
@@ -17,7 +18,8 @@ def make_optimizer(config: Settings, parameter_groups: list[dict]) -> torch.opti
         ValueError: its keyword arguments do not fit.
     """
     kind = getattr(torch.optim, config.optimizer)
-    arguments = dict(config.optimizer_kwargs)
+    device = next(parameter.device for group in parameter_groups for parameter in group["params"])
+    arguments = optimizer_arguments(config, device.type)
     if "betas" in arguments:
         arguments["betas"] = [float(beta) for beta in arguments["betas"]]  # torch refuses [0, 0]
     try:
@@ -84,9 +86,7 @@ class LossScale:
         """
         self.value, self.good_steps = self.value / 2, 0
         if self.value < 1.0:
-            raise FloatingPointError(
-                "float16 gradients overflow at every loss scale: use model.fsdp_policy_mp=bfloat16."
-            )
+            raise FloatingPointError("float16 gradients overflow at every loss scale: use precision=bfloat16.")
 
     def stepped(self) -> None:
         """Count a step without overflow; after many the factor doubles."""

@@ -21,6 +21,7 @@ from parallel.placement import make_placement
 from planning.token_budget import free_memory, token_budget
 from report.reporter import Reporter
 from settings import Settings, as_dict
+from settings.precision import mixed_dtype
 from training import nonfinite
 from training.attention_choice import choose_attention, shares_prefix
 from training.data_loading import evaluated_names, load_datasets, make_steps, training_mixture
@@ -69,7 +70,7 @@ class PreparedRun:
         self.signals = SignalWatch(on_first=rank_process.hold_on)  # the parent then gives the time that a save takes
         patience = 0.8 * 60 * config.guards.collective_timeout_minutes
         self.heartbeat = Heartbeat(os.path.join(run_dir, ".heartbeat"), world.rank, world.size, patience)
-        self.loss_scale = LossScale(config.model.fsdp_policy_mp == "float16")
+        self.loss_scale = LossScale(mixed_dtype(config) == "float16")
         self.saver = RunSaver(
             config, run_dir, self.checkpointer, self.reporter, self.early_stop, self.loss_scale, world, self.device.type
         )
@@ -99,7 +100,8 @@ class PreparedRun:
         longest = max(train.longest_row(), held_out.longest_row())
         self.share_prefix = shares_prefix(config, self.policy, longest, self.notice)
         self.kernel, self.full_forward = self.choose_attention(longest_unit(train))
-        attention.use_attention(self.policy, self.kernel, self.full_forward)
+        windows = getattr(self.policy, "attention_windows", ())  # what the try has found
+        attention.use_attention(self.policy, self.kernel, self.full_forward, windows)
         budget = point.first_budget if point else None
         if budget is None:  # ranks may differ in free memory
             free, threads = free_memory(self.device), torch.get_num_threads()
@@ -172,7 +174,7 @@ class PreparedRun:
 
         def build_frozen(dtype: str) -> torch.nn.Module:
             model = self.placement.build_model(self.config, self.tokenizer, DTYPES[dtype], frozen=True)
-            attention.use_attention(model, self.kernel, self.full_forward)
+            attention.use_attention(model, self.kernel, self.full_forward, self.policy.attention_windows)
             return model
 
         samplers = {"train": self.sampler, "eval": self.eval_sampler}

@@ -44,5 +44,5 @@ class MovementWatch:
         return (
             f"Only {share:.1%} of the {config.model.policy_dtype} weights changed in the first {self.UPDATES} updates: "
             f"at lr={config.lr} most updates are rounded away. Use model.policy_dtype=float32 (with "
-            "trainer=FSDPTrainer model.fsdp_policy_mp=bfloat16 to compute in bfloat16)."
+            "precision=bfloat16 to compute in bfloat16)."
         )

@@ -5,27 +5,9 @@ from typing import Any
 
 from settings.key import is_number
 from settings.messages import near_miss, show
+from settings.optimizers import OPTIMIZERS
 from settings.schema import Settings
 
-# torch.optim without those that need a closure (LBFGS), sparse gradients (SparseAdam) or only matrices (Muon), and
-# without arguments that make no sense here (lr is a key of its own; maximize, differentiable). A test holds this
-# against torch itself.
-OPTIMIZERS = {
-    "ASGD": "lambd alpha t0 weight_decay foreach capturable",
-    "Adadelta": "rho eps weight_decay foreach capturable",
-    "Adafactor": "beta2_decay eps d weight_decay foreach",
-    "Adagrad": "lr_decay weight_decay initial_accumulator_value eps foreach fused",
-    "Adam": "betas eps weight_decay amsgrad foreach capturable fused decoupled_weight_decay",
-    "AdamW": "betas eps weight_decay amsgrad foreach capturable fused",
-    "Adamax": "betas eps weight_decay foreach capturable",
-    "NAdam": "betas eps weight_decay momentum_decay decoupled_weight_decay foreach capturable",
-    "RAdam": "betas eps weight_decay decoupled_weight_decay foreach capturable",
-    "RMSprop": "alpha eps weight_decay momentum centered foreach capturable",
-    "Rprop": "etas step_sizes foreach capturable",
-    "SGD": "momentum dampening weight_decay nesterov foreach fused",
-}
-# Their steps use operations that DTensor does not have.
-WHOLE_TENSORS_ONLY = ("Adafactor", "Rprop")
 _FLAGS = "amsgrad foreach capturable fused decoupled_weight_decay centered nesterov".split()
 # (whether a value is allowed, in words) where that is not "a number from 0 up": torch's own ranges, and below 1 where 1
 # divides by zero or never forgets. A test holds this against torch.

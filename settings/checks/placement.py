@@ -4,8 +4,9 @@ import re
 
 import utils
 from settings.checks.common import refuse_change
-from settings.checks.optimizer import OPTIMIZERS, WHOLE_TENSORS_ONLY
 from settings.messages import near_miss
+from settings.optimizers import OPTIMIZERS, WHOLE_TENSORS_ONLY
+from settings.precision import asked_precision, mixed_dtype
 from settings.schema import FsdpSettings, Settings, keys_in
 from settings.shard_layout import layout_of, world_size_of
 
@@ -31,6 +32,7 @@ def check(settings: Settings, device_count: int | None) -> int | None:
     if kind == "cpu":
         for key, dtype in (
             ("model.fsdp_policy_mp", settings.model.fsdp_policy_mp),
+            ("precision", settings.precision),
             ("model.reference_dtype", settings.model.reference_dtype),
             ("fsdp.reduce_dtype", settings.fsdp.reduce_dtype),
         ):
@@ -41,6 +43,7 @@ def check(settings: Settings, device_count: int | None) -> int | None:
     elif kind == "mps" and settings.model.attention == "flex":
         raise ValueError("model.attention=flex needs CUDA; on mps use packed_sdpa or auto")
 
+    _check_precision(settings, kind)
     if kind in ("cpu", "mps") and settings.optimizer_kwargs.get("capturable"):
         raise ValueError(f"optimizer_kwargs.capturable=true needs CUDA; on {kind} leave it out")
 
@@ -68,12 +71,13 @@ def check(settings: Settings, device_count: int | None) -> int | None:
                 f"world size {world}: BasicTrainer trains on one device; choose trainer=FSDPTrainer or "
                 "trainer=TensorParallelTrainer" + ("" if joined else ", or world_size=1")
             )
-        for key in ("fsdp_port", "model.fsdp_policy_mp", *_FSDP_KEYS):
-            more = "; for a lower precision use model.policy_dtype=bfloat16" if key == "model.fsdp_policy_mp" else ""
-            refuse_change(
-                settings,
-                key,
-                f"trainer=BasicTrainer holds the whole model on one device; it belongs to trainer=FSDPTrainer{more}",
+        for key in ("fsdp_port", *_FSDP_KEYS):
+            why = "trainer=BasicTrainer holds the whole model on one device; it belongs to trainer=FSDPTrainer"
+            refuse_change(settings, key, why)
+        if mixed_dtype(settings) and settings.optimizer in WHOLE_TENSORS_ONLY:
+            raise ValueError(
+                f"precision={asked_precision(settings)}: optimizer={settings.optimizer} cannot work on the parameters "
+                "that are cast for it (it needs whole tensors); use precision=float32, or another optimizer"
             )
         return 1
     if kind == "mps":
@@ -91,6 +95,22 @@ def check(settings: Settings, device_count: int | None) -> int | None:
         )
     _check_sharding(settings, world)
     return world
+
+
+def _check_precision(settings: Settings, kind: str) -> None:
+    older, asked = settings.model.fsdp_policy_mp, settings.precision
+    if older and asked not in ("auto", older):
+        raise ValueError(
+            f"model.fsdp_policy_mp={older} and precision={asked} are one key under two names and differ; "
+            "set only precision"
+        )
+    if asked == "tf32" and kind in ("cpu", "mps"):
+        raise ValueError(f"precision=tf32 is a mode of NVIDIA GPUs; on {kind} use precision=float32 or auto")
+    if kind == "mps" and mixed_dtype(settings):
+        raise ValueError(
+            f"precision={asked_precision(settings)} needs CUDA or a CPU; on mps leave precision=auto, or keep the "
+            "weights themselves in bfloat16 with model.policy_dtype=bfloat16"
+        )
 
 
 def _check_sharding(settings: Settings, world: int | None) -> None:
