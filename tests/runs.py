@@ -186,12 +186,10 @@ def train(folder: Path, *overrides: str, world: World = World(), prepare=None, r
             return seen.evals[-1]
 
         def watched_training():
-            try:
-                return train_all()
-            finally:  # before the process group of a sharded model is closed
-                if hasattr(trainer, "policy"):
-                    state = full_state(trainer.policy, world, copy=True)
-                    seen.weights = {name: value.detach() for name, value in state.items()}
+            result = train_all()
+            state = full_state(trainer.policy, world, copy=True)  # before the group of a sharded model is closed
+            seen.weights = {name: value.detach() for name, value in state.items()}
+            return result
 
         trainer.train_step, trainer.evaluate, trainer.train = watched_step, watched_evaluation, watched_training
         trainer.seen = seen

@@ -303,7 +303,7 @@ def test_memory_of_a_device_belongs_to_a_plan(compose):
 
 
 def test_auto_takes_the_units_that_fit():
-    changes = ["trainer=FSDPTrainer", "batch_size=64"]
+    changes = ["trainer=FSDPTrainer", "batch_size=64", "precision=float32"]
     unit = BatchShape(128, (128, 128), 1)
     plans = [_estimate(*changes, kind="cuda", capacity=int(gb * 1e9), batch=unit) for gb in (1.6, 3, 80)]
     assert all(plan.fits for plan in plans)
@@ -325,7 +325,11 @@ def test_what_the_automatic_budget_fills_fits_by_what_a_plan_counts(layers, ever
 
 
 def test_a_plan_takes_the_budget_that_the_trainer_takes():
-    unit, capacity, overrides = BatchShape(128, (128, 128), 1), int(1.9e9), ["activation_checkpointing=2"]
+    unit, capacity, overrides = (
+        BatchShape(128, (128, 128), 1),
+        int(1.9e9),
+        ["activation_checkpointing=2", "precision=float32"],
+    )
     sharded = ["trainer=FSDPTrainer", "batch_size=256", *overrides]
     plan = _estimate(*sharded, world=2, kind="cuda", capacity=capacity, batch=unit)
     free = capacity - ACCELERATOR_OVERHEAD - plan.parts["parameters"] - plan.parts["buffers"]
