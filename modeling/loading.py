@@ -112,11 +112,12 @@ def _load_tokenizer(config: Settings):
         check_tokenizer_files(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code, **gguf)
+        # transformers makes an empty tokenizer where the files of the vocabulary are missing.
+        tried = tokenizer.encode(" ".join(["a 1", *list(tokenizer.get_vocab())[:100]]))
     except Exception as problem:  # of the library or the tokenizer's own code, at files of the user's
         key = "model.tokenizer_name_or_path" if config.model.tokenizer_name_or_path else "model.name_or_path"
         raise cannot_load(name, problem, key) from problem
-    # transformers makes an empty tokenizer where the files of the vocabulary are missing.
-    if set(tokenizer.encode(" ".join(["a 1", *list(tokenizer.get_vocab())[:100]]))) <= set(tokenizer.all_special_ids):
+    if set(tried) <= set(tokenizer.all_special_ids):
         raise ValueError(no_tokenizer(name))
     if tokenizer.eos_token_id is None:
         raise ValueError(

@@ -280,7 +280,13 @@ def only_tokenizer(folder):
         (folder / name).unlink(missing_ok=True)
 
 
+def odd_tokenizer(folder):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "long"}))
+
+
 OTHER_FOLDERS = {
+    "tokenizer of odd settings": (odd_tokenizer, ("cannot be loaded",)),
     "adapter": (adapter, ("someone/base", "merge_and_unload", "save_pretrained")),
     "adapter with a config.json": (adapter_with_config, ("someone/base", "merge_and_unload")),
     "image generator": (image_generator, ("diffusers",)),
