@@ -79,7 +79,7 @@ def packed_attention(
 def unread_input(module, attention_mask, sliding_window, others: dict) -> str | None:
     """What a model's code passes to packed attention that packed rows would leave out, in words; None if nothing.
 
-    Told by the arguments alone: a term that is near zero in a new model changes no score that could be compared.
+    Judged by the arguments alone: a term that is near zero in a new model changes no score that could be compared.
     """
     # token_logps passes a mask of one element. One that has grown holds something of the model's own, as Doge's does.
     if attention_mask is not None and attention_mask.numel() != 1:

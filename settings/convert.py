@@ -60,7 +60,7 @@ def resolve(config: DictConfig) -> dict:
 
 
 def _name_datasets(values: dict) -> None:
-    """Put what is said of a data set, by whatever name, under the one name that is used."""
+    """Put the settings of a data set, by whatever name, under the one name that is used."""
     names, data = values.get("datasets"), values.get("data")
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names) and isinstance(data, dict)):
         return  # which the check of types reports
