@@ -204,19 +204,20 @@ def arguments_for_hydra(arguments: list[str]) -> list[str]:
 
 
 def _check_argument(argument: str) -> None:
+    shown = settings.show(argument)
     option = re.fullmatch(r"--([\w.-]+)(=.*)?", argument)
     if option:
         name = option[1].replace("-", "_")
         if name in settings.SCHEMA or name in GROUPS or settings.foreign_advice(name):
             raise ValueError(
-                f"{argument}: settings are given as KEY=VALUE, without --{settings.foreign_advice(name) or ''}"
+                f"{shown}: settings are given as KEY=VALUE, without --{settings.foreign_advice(name) or ''}"
             )
     key, equals, value = argument.lstrip("+~").partition("=")
     if equals and not key:
-        raise ValueError(f"cannot read the argument {argument}: write KEY=VALUE")
+        raise ValueError(f"cannot read the argument {shown}: write KEY=VALUE")
     if equals and key in GROUPS and argument != "experiment=null":
         if value in ("null", "true", "false", "") or re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", value):
-            raise ValueError(f"{argument} is not allowed; allowed: {key}={f'|{key}='.join(settings.options(key))}")
+            raise ValueError(f"{shown} is not allowed; allowed: {key}={f'|{key}='.join(settings.options(key))}")
 
 
 def report_error(error: Exception, where: str = "", wants_traceback: bool = False) -> int:

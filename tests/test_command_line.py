@@ -535,7 +535,17 @@ def test_the_open_files_limit_is_raised():
 
 
 @pytest.mark.parametrize(
-    "argument", ["hydra=0.2", "+=", "@loss.average_log_prob=false", "--resolve", "loss=" + "<" * 9000]
+    "argument",
+    [
+        "hydra=0.2",
+        "+=",
+        "@loss.average_log_prob=false",
+        "--resolve",
+        "loss=" + "<" * 9000,
+        "--lr=" + "1" * 9000,
+        "=" + "1" * 9000,
+        "loss=" + "1" * 9000,
+    ],
 )
 def test_what_hydra_stumbles_over_is_answered_in_one_line(monkeypatch, tmp_path, argument):
     from hostile_commands import command_line
