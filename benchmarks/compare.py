@@ -328,19 +328,22 @@ def main() -> None:
     print(head)
     with tempfile.TemporaryDirectory() as folder:
         data = os.path.join(folder, "pairs.jsonl")
-        prepared = measure(
-            {
-                "what": "prepare",
-                "data": arguments.data,
-                "model": arguments.model,
-                "examples": arguments.pairs,
-                "max_length": arguments.max_length,
-                "batch_size": arguments.batch_size,
-                "write_to": data,
-            }
+        job = {
+            "data": arguments.data,
+            "model": arguments.model,
+            "examples": arguments.pairs,
+            "max_length": arguments.max_length,
+            "batch_size": arguments.batch_size,
+        }
+        prepared = measure(job | {"what": "prepare", "write_to": data})
+        tokenized = measure(job | {"what": "tokenize"})
+        for result in (prepared, tokenized):
+            if "failed" in result:
+                sys.exit(result["failed"])
+        tokenizing = (
+            f"tokenising {tokenized['pairs']} pairs: {60 * tokenized['pairs_per_core_second']:.0f} a minute and core"
         )
-        if "failed" in prepared:
-            sys.exit(prepared["failed"])
+        print(tokenizing)
         only = ["dpo"] if arguments.quick else arguments.only
         parts = {
             "dpo": lambda: preferences(arguments, data),
@@ -353,8 +356,9 @@ def main() -> None:
     os.makedirs(FOLDER, exist_ok=True)
     with open(os.path.join(FOLDER, name + ".md"), "w") as file:
         file.write(
-            f'# Benchmark of {date}\n\n{head}.\n\nWritten by `scripts/benchmark`. "Useful" counts each prompt and each '
-            "response once, and the reference's forward pass. Peak memory is of the whole process.\n\n"
+            f"# Benchmark of {date}\n\n{head}; {tokenizing}.\n\nWritten by `scripts/benchmark`. "
+            '"Useful" counts each prompt and each response once, and the forward pass of the reference. '
+            "Peak memory is of the whole process.\n\n"
         )
         file.write("\n".join(table.markdown() for table in tables))
         if series:
@@ -364,7 +368,11 @@ def main() -> None:
                 f"![growth]({name}.svg)\n"
             )
     with open(os.path.join(FOLDER, name + ".json"), "w") as file:
-        json.dump({"head": head, "tables": [table.rows for table in tables], "growth": series}, file, indent=1)
+        json.dump(
+            {"head": head, "tokenizing": tokenized, "tables": [table.rows for table in tables], "growth": series},
+            file,
+            indent=1,
+        )
     print(f"\nwritten: docs/benchmarks/{name}.md")
 
 

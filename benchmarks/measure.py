@@ -307,6 +307,19 @@ def gemm(job: dict) -> dict:
     return {"flops_per_second": best, "threads": torch.get_num_threads()}
 
 
+def tokenize(job: dict) -> dict:
+    """Pairs read, tokenised and written in a second of one core: processor time counts that of every thread."""
+    from data.tokenization import load_tokenized
+    from modeling import loading
+
+    with tempfile.TemporaryDirectory() as folder:  # a cache of its own: nothing is read from an earlier run
+        config = compose(job | {"loss": "dpo"}, folder)
+        tokenizer = loading.load_tokenizer(config)
+        start = time.process_time()
+        pairs = len(load_tokenized(job["data"], "train", tokenizer, config, "pairs"))
+        return {"pairs": pairs, "pairs_per_core_second": pairs / (time.process_time() - start)}
+
+
 def prepare(job: dict) -> dict:
     """The rows that every method gets: pairs that fit max_length, in this project's order of the first epoch."""
     with tempfile.TemporaryDirectory() as folder:
@@ -359,9 +372,8 @@ def order(job: dict) -> dict:
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    result = {"ours": ours, "textbook": textbook, "trl": trl, "gemm": gemm, "prepare": prepare, "order": order}[
-        job["what"]
-    ](job)
+    measurements = (ours, textbook, trl, gemm, tokenize, prepare, order)
+    result = {function.__name__: function for function in measurements}[job["what"]](job)
     if "seconds" in result:  # a shared machine's rate moves from minute to minute
         result |= {"gemm": gemm({"seconds": 0.5})["flops_per_second"]}
     result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (

@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+import atomic_files
 import settings
 import utils
 from checkpoint import step_folders
@@ -66,7 +67,7 @@ def _write(run_dir: str, values: dict[str, Any], replace: bool) -> None:
     """Write config.yaml: whole or not at all, since a run is resumed by it. FileExistsError unless `replace`."""
     content = OmegaConf.to_yaml(OmegaConf.create(values)).encode()
     try:
-        utils.write_atomically(os.path.join(run_dir, CONFIG), content, replace=replace)
+        atomic_files.write_atomically(os.path.join(run_dir, CONFIG), content, replace=replace)
     except FileExistsError:
         raise
     except OSError as error:

@@ -18,10 +18,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import utils
+import atomic_files
+from settings.resume import LATEST, latest_name
 
 MANIFEST = "manifest.json"
-LATEST = "LATEST"
 LOCK = ".lock"
 
 
@@ -41,7 +41,7 @@ def gigabytes(n):
 
 
 def best_algorithm():
-    return "xxh3_64" if utils.hasher("xxh3_64") is not None else "crc32"
+    return "xxh3_64" if atomic_files.hasher("xxh3_64") is not None else "crc32"
 
 
 def checksum(path, algorithm=None, fsync=False):
@@ -53,7 +53,7 @@ def checksum(path, algorithm=None, fsync=False):
         if fsync:
             os.fsync(file.fileno())
         algorithm = algorithm or best_algorithm()
-        digest = utils.checksum(file, algorithm) if utils.hasher(algorithm) is not None else None
+        digest = atomic_files.checksum(file, algorithm) if atomic_files.hasher(algorithm) is not None else None
         return [os.fstat(file.fileno()).st_size, digest]
 
 
@@ -80,8 +80,8 @@ def write_manifest(folder, examples, metrics, files):
         "files": files,
     }
     for below in [p for p in folder.rglob("*") if p.is_dir()]:
-        utils.sync_folder(below)
-    utils.write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())
+        atomic_files.sync_folder(below)
+    atomic_files.write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())
 
 
 def read_manifest(folder):
@@ -148,18 +148,11 @@ def read_latest(run_dir):
     """The step folder that LATEST points to, or None. LATEST is a link or, where there are none, a file of its name; in
     a copy of a run for which links were followed, a copy of the step."""
     pointer = Path(run_dir) / LATEST
-    try:
-        if pointer.is_symlink():
-            name = os.path.basename(os.readlink(pointer))
-        elif pointer.is_dir():
-            manifest = read_manifest(pointer)
-            folder = Path(run_dir) / step_name(manifest["examples"]) if manifest else None
-            return folder if folder is None or folder.is_dir() else pointer
-        else:
-            with open(pointer, "rb") as file:
-                name = os.fsdecode(file.read(256).strip())
-    except OSError:
-        return None
+    if pointer.is_dir() and not pointer.is_symlink():
+        manifest = read_manifest(pointer)
+        folder = Path(run_dir) / step_name(manifest["examples"]) if manifest else None
+        return folder if folder is None or folder.is_dir() else pointer
+    name = latest_name(run_dir) or ""
     folder = Path(run_dir) / name
     return folder if re.fullmatch(r"step-\d+", name) and folder.is_dir() else None
 
@@ -193,10 +186,11 @@ def point_latest(run_dir, folder):
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        utils.write_atomically(run_dir / LATEST, (Path(folder).name + "\n").encode())  # a file system without links
+        # A file system without links.
+        atomic_files.write_atomically(run_dir / LATEST, (Path(folder).name + "\n").encode())
         return
     os.replace(temporary, run_dir / LATEST)
-    utils.sync_folder(run_dir)
+    atomic_files.sync_folder(run_dir)
 
 
 def find_resumable(run_dir, notice=print):
@@ -300,22 +294,14 @@ def lock(run_dir, patience=10.0):
     The kernel frees it when the process ends, kill -9 included; children do not inherit it. A dying predecessor gets
     `patience` seconds. Raises ValueError if another live process holds it; OSError where the file system has no locks.
     """
-    try:
-        import fcntl
-    except ImportError:  # pragma: no cover (not a POSIX system)
-        raise OSError(errno.ENOTSUP, "no file locks on this system") from None
     file = open(Path(run_dir) / LOCK, "w")
     deadline = time.monotonic() + patience
-    while True:
-        try:
-            # Not lockf, whose lock is dropped when this process closes any other handle on the file.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                file.close()
-                raise
-        if time.monotonic() > deadline:
-            file.close()
-            raise ValueError(f"another run is writing into {run_dir}: end it, or give this one another folder")
-        time.sleep(0.2)
+    try:
+        while not atomic_files.try_lock(file):
+            if time.monotonic() > deadline:
+                raise ValueError(f"another run is writing into {run_dir}: end it, or give this one another folder")
+            time.sleep(0.2)
+    except (OSError, ValueError):
+        file.close()
+        raise
+    return file

@@ -14,11 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from atomic_files import sync_folder
 from checkpoint import step_folders
 from checkpoint.hf_folder import write_hf_folder
 from checkpoint.state import model_tensors, optimizer_tensors
 from checkpoint.step_folders import gigabytes
-from utils import World, sync_folder
+from utils import World
 
 FORMATS = ("state", "policy", "hf")
 

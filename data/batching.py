@@ -88,12 +88,11 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Copy of this batch with its tensors on `device`; to a GPU without waiting for what runs there."""
-        pinned = torch.device(device).type == "cuda"  # only from pinned memory does a copy not wait
-        moved = {}
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                value = (value.pin_memory() if pinned else value).to(device, non_blocking=True)
-            moved[name] = value
+        device = torch.device(device)
+        moved = {
+            name: to_device(value, device) if isinstance(value, torch.Tensor) else value
+            for name, value in vars(self).items()
+        }
         return MicroBatch(**moved)
 
     @property
@@ -104,12 +103,14 @@ class MicroBatch:
     @property
     def n_tokens(self) -> int:
         """Tokens that carry information, padding not counted."""
-        shared = self.attention_mask is None
-        return (
-            self.input_ids.numel() - self.padding
-            if shared
-            else sum(unit.cost(share_prefix=False) for unit in self.units)
-        )
+        if self.attention_mask is None:
+            return self.input_ids.numel() - self.padding
+        return sum(unit.cost(share_prefix=False) for unit in self.units)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on `device`; on a GPU without waiting for what runs there, which pinned memory allows."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def pack(units: list[PromptUnit], share_prefix: bool = True, multiple: int = 1) -> MicroBatch | None:

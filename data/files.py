@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from utils import checksum, hasher, write_atomically
+from atomic_files import checksum, hasher, write_atomically
 
 PROGRAMS = {"gz": "gzip", "zst": "zstd", "bz2": "bzip2", "xz": "xz"}
 COMPRESSED = tuple(f".{suffix}" for suffix in PROGRAMS)

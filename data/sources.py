@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import private_apis
+from atomic_files import checksum, hasher
 from data.dataset_names import key_of
 from data.files import column_names, describe, fingerprint_files, looks_like_path, read_rows, row_location
 from data.format_detection import CANONICAL_COLUMNS
@@ -27,7 +28,7 @@ from data.row_values import text_of
 from data.splits import SPLITS, find_hub_split, find_split_files
 from data.workers import worker_count
 from preference_datasets import HOLD_OUT_SE, REGISTRY, NamedSource
-from utils import checksum, get_local_dir, hasher
+from utils import get_local_dir
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
 
@@ -37,9 +38,9 @@ def cache_folder(config: DataOptions) -> Path:
     return Path(config.data.cache_dir or Path(get_local_dir(config.local_dirs)) / "tokens").expanduser()
 
 
-def load_plugins(config: DataOptions) -> None:
+def load_plugins(plugins: Sequence[str]) -> None:
     """Imports the modules (names or .py files) of data.plugins, whose register_dataset calls then take effect."""
-    for plugin in config.data.plugins:
+    for plugin in plugins:
         try:
             if str(plugin).endswith(".py"):
                 file = Path(plugin).expanduser().resolve()
@@ -81,7 +82,7 @@ def _columns_for(name: str, config: DataOptions) -> dict[str, str]:
 
 def check_dataset_names(names: Sequence[str], config: DataOptions) -> None:
     """Raises ValueError for a data set that cannot be found, without reading any data or importing torch."""
-    load_plugins(config)
+    load_plugins(config.data.plugins)
     if isinstance(names, str):
         raise ValueError(f"datasets={names}: give a list, datasets=[{names}]")
     if not names:
@@ -178,7 +179,7 @@ def open_source(name: str, split: str, config: DataOptions, responses_only: bool
     """Finds a data set and fingerprints it. Raises ValueError when it cannot be found."""
     if split not in SPLITS:
         raise ValueError(f"split={split!r}; allowed are {SPLITS}")
-    load_plugins(config)
+    load_plugins(config.data.plugins)
     kind, target, named = _resolve(name, config)
     truncation = config.data.truncation or (named.truncation if named else "keep_end")
     renames = _columns_for(name, config)

@@ -13,10 +13,10 @@ import re
 from contextlib import contextmanager
 from functools import cached_property
 
+from atomic_files import checksum
 from data.chat_templates import ChatRenderer, RenderedGroup
 from data.options import DataSection
 from data.template_calls import ChatTemplate, read_chat_template, unused_characters
-from utils import checksum
 
 
 class TextEncoder:

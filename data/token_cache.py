@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils import checksum, hasher, remove_leftovers, sync_folder, temporary_beside, write_atomically
+from atomic_files import checksum, hasher, remove_leftovers, sync_folder, temporary_beside, write_atomically
 
 HEADER_BYTES = 128  # of every .npy file, fixed so that the shape can be filled in at the end
 

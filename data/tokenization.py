@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from atomic_files import checksum
 from data import token_cache
 from data.examples import examples_lacking, examples_of_kind, own_examples, preferences_of
 from data.options import DataOptions
@@ -35,7 +36,6 @@ from data.text_encoding import TextEncoder, tokenizer_threads
 from data.token_cache import ArrayFile, CacheWriteError
 from data.truncation import Limits, TokenGroup, fit_group
 from data.workers import ordered_map, worker_count
-from utils import checksum
 
 FORMAT = 3  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
 CHUNK = 256  # groups that are encoded in one call

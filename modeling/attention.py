@@ -118,7 +118,6 @@ def use_attention(model, kernel: str, full_forward: bool = False, windows: tuple
     separate_rows(model)
     for method in (response_logps, token_logps):
         setattr(model, method.__name__, types.MethodType(method, model))
-        if isinstance(
-            model, FSDPModule
-        ):  # gathers the root's parameters before, and frees them after the backward pass
+        if isinstance(model, FSDPModule):
+            # Gathers the root's parameters before, and frees them after the backward pass.
             register_fsdp_forward_method(model, method.__name__)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from data.batching import to_device
+
 BLOCK = 128  # rows and columns of a block; FlexAttention's own default
 # (a piece's positions in the row, those of its prompt; empty without one) of each piece, in the row's order.
 Pieces = Sequence[tuple[slice, slice]]
@@ -27,7 +29,7 @@ def make_rule(pieces: Pieces, positions: torch.Tensor, window: int | None) -> Ca
     for rows, prompt in pieces:
         bounds[:, rows] = [[prompt.start], [prompt.stop], [rows.start]]
     # Tensors of their own each: dynamo also guards on the shape of what a view is part of.
-    prompt_start, prompt_end, own_start = (to_device(part, positions.device) for part in bounds)
+    prompt_start, prompt_end, own_start = (to_device(torch.tensor(part), positions.device) for part in bounds)
 
     def visible(batch, head, query, key):
         in_prompt = (key >= prompt_start[query]) & (key < prompt_end[query])
@@ -53,7 +55,7 @@ def make_block_mask(pieces: Pieces, positions: torch.Tensor, window: int | None)
     for chosen in (seen & ~whole, whole):  # as counts and, chosen ones first, indices
         counts = chosen.sum(-1, dtype=np.int32)
         order = np.argsort(~chosen, axis=-1, kind="stable").astype(np.int32)
-        tensors += [to_device(part[None, None], device) for part in (counts, order)]
+        tensors += [to_device(torch.from_numpy(part[None, None]), device) for part in (counts, order)]
     return BlockMask.from_kv_blocks(
         *tensors, BLOCK_SIZE=BLOCK, mask_mod=make_rule(pieces, positions, window), seq_lengths=(length, length)
     )
@@ -85,9 +87,3 @@ def seen_blocks(pieces: Pieces, length: int, window: int | None) -> tuple[np.nda
             by_all = by_all + overlap(max(start, last - reach + 1), first + 1)
             seeing[block] += np.where(by_all == BLOCK, last + 1 - first, 0)
     return seen, seeing == BLOCK
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy there; to a GPU without waiting for what runs on it, which only pinned memory allows."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
+from atomic_files import remove_leftovers, temporary_beside
 from checkpoint import step_folders
 from checkpoint.archives import locate, read_state_dict
 from checkpoint.hf_folder import write_hf_folder
 from checkpoint.names import check_keys, refuse_misfit
 from modeling.loading import library_warnings_off, load_tokenizer, model_config, source_of
 from settings import Settings, complete, from_dict, recorded, replace
-from utils import remove_leftovers, temporary_beside
 
 
 def _run_config(source, base, trust_remote_code) -> Settings:

@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from data.batching import PrefixTree
-from modeling.block_masks import make_block_mask, to_device
+from data.batching import PrefixTree, to_device
+from modeling.block_masks import make_block_mask
 
 NO_PROMPT = slice(0, 0)
 
@@ -107,8 +107,11 @@ class PackedLayout:
         copies: np.ndarray = np.full((counts.max(), len(self.positions)), len(copied), dtype=np.int64)
         copies[rank, copied[order]] = order
 
+        def on_device(array: np.ndarray) -> torch.Tensor:
+            return to_device(torch.from_numpy(array), self.positions.device)
+
         def starts(sizes: list[int]) -> torch.Tensor:
-            return to_device(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32), self.positions.device)
+            return on_device(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
         n_keys = [len(part) for part in parts]
         return Sequences(
@@ -116,8 +119,8 @@ class PackedLayout:
             starts(n_keys),
             max(self.sizes),
             max(n_keys),
-            to_device(copied, self.positions.device),
-            tuple(to_device(row, self.positions.device) for row in copies),
+            on_device(copied),
+            tuple(on_device(row) for row in copies),
         )
 
     def mask(self, piece: Piece, window: int | None) -> torch.Tensor | None:

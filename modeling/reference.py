@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from data.batching import to_device
 from modeling.digest import weights_digest
 from modeling.reference_cache import CachedResponses, ReferenceCache
 from modeling.reference_key import allowed_rounding, computation_digest, probe_unit
@@ -81,8 +82,7 @@ class Reference:
                 return self.model.response_logps(batch)
         if batch is self.idle_batch:
             return torch.zeros(len(batch.lengths), device=self.device)
-        found = self._cache.lookup(split, batch.keys)
-        found = (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
+        found = to_device(self._cache.lookup(split, batch.keys), self.device)
         if unmoved is None or not self.starts_as_policy:
             return found
         close = (found - unmoved).abs() <= allowed_rounding(batch.lengths, self._compute_dtype)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from utils import checksum, remove_leftovers, write_atomically
+from atomic_files import checksum, remove_leftovers, try_lock, write_atomically
 
 MAGIC = b"reference log-probs 1\n"
 LOCK_SECONDS = 10  # a job that was stopped while it held the lock must not stop the others
@@ -158,24 +158,19 @@ def _locked(folder: str):
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         deadline = time.monotonic() + LOCK_SECONDS
-        while not _try_lock(descriptor) and time.monotonic() < deadline:
+        while not _need_not_wait(descriptor) and time.monotonic() < deadline:
             time.sleep(0.01)
         yield
     finally:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
-    """Whether there is no need to wait: the lock is taken, or the file system has none."""
+def _need_not_wait(descriptor: int) -> bool:
+    """Whether the lock is taken, or the file system has none."""
     try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        pass
-    return True
+        return try_lock(descriptor)
+    except OSError:
+        return True
 
 
 def _crc32(body: bytes) -> bytes:

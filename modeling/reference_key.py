@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
+from atomic_files import checksum
 from data.batching import PromptUnit
-from utils import checksum, digest
+from utils import digest
 
-SCORING_CODE = ("attention", "attention_kernels", "head", "packed_layout", "rotary", "scoring")
+SCORING_CODE = ("attention", "attention_kernels", "block_masks", "head", "packed_layout", "rotary", "scoring")
 PROBE_GROUPS = 64  # the probe is the longest of so many first prompts of a data set
 
 # How far two right values of a token's log-prob may lie apart (nats): the most by which two attention kernels differed

@@ -57,6 +57,15 @@ def visible_devices(config: Settings) -> tuple[str, int]:
     return "cpu", 0
 
 
+def has_bfloat16(kind: str) -> bool:
+    """Whether a kind of device computes in bfloat16. A GPU that is planned for and not here is taken to."""
+    import torch
+
+    if kind != "cuda":
+        return kind == "cpu"
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def raise_open_files_limit() -> None:
     """Sharded loading and many ranks open more files than the usual soft limit of 1024 allows."""
     try:

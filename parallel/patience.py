@@ -27,11 +27,6 @@ def patient_group(world: World):
         dist.destroy_process_group(group)
 
 
-def on_main(function: Callable[[], object], world: World, group) -> None:
-    """Call function() on rank 0 while the others wait, and raise its ValueError on every rank."""
-    on_all(function if world.is_main else lambda: None, world, group)
-
-
 def on_all(function: Callable[[], object], world: World, group) -> None:
     """Call function() on every rank; return when all have, and raise the first rank's ValueError or OSError on all.
 

@@ -12,9 +12,9 @@ from checkpoint.archives import InertReader, read_fitting
 from checkpoint.names import check_keys, named_tensors
 from modeling import loading
 from modeling.stored_weights import find_in_files, safetensors_of
-from parallel.patience import on_all, on_main, patient_group
+from parallel.patience import on_all, patient_group
 from settings import Settings
-from utils import World
+from utils import World, run_on_main
 
 
 def load_weights(model, config: Settings, tokenizer, dtype: torch.dtype, world: World) -> None:
@@ -90,7 +90,7 @@ def _copy_part(tensor: torch.Tensor, whole) -> None:
 
 def _send_from_main(model, config: Settings, tokenizer, dtype: torch.dtype, world: World, group) -> None:
     state = {}
-    on_main(lambda: state.update(_whole_state(model, config, tokenizer, dtype)), world, group)
+    run_on_main(lambda: state.update(_whole_state(model, config, tokenizer, dtype)), world, group)
     for names, tensor in named_tensors(model):
         # The backend of the mesh moves it: its own device, whatever the parameter's storage.
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 
 from losses import find_loss
+from parallel.launch import has_bfloat16
 from planning.estimate import estimate
 from planning.plan import Plan
 from settings import Settings, replace
 from settings.optimizers import WHOLE_TENSORS_ONLY
-from settings.precision import compute_dtype
+from settings.precision import compute_dtype, resolve_precision
 from settings.shard_layout import layout_of
 
 
 def advise(config: Settings, plan: Plan, model_config) -> list[tuple[str, int, bool]]:
     """Changes that save memory, the cheapest first: each alone if it is enough, else on top of those before it."""
-    sharded = layout_of(config, plan.world_size).sharded
+    config = replace(config, {"precision": resolve_precision(config, plan.kind, has_bfloat16(plan.kind))})
+    sharded = config.trainer != "BasicTrainer"
+    whole_tensors = not layout_of(config, plan.world_size).sharded
     changes: list[dict] = []
     if find_loss(config.loss.name).needs_reference(config.loss.options) and config.reference.mode == "online":
         changes.append({"reference.mode": "cached"})
@@ -26,7 +29,8 @@ def advise(config: Settings, plan: Plan, model_config) -> list[tuple[str, int, b
         if tokens == plan.batch.unit_tokens or _estimate_with(config, change, model_config, plan).fits:
             changes.append(change)
             break
-    if plan.kind != "mps" and compute_dtype(config) == "float32":
+    castable = plan.kind != "mps" and config.optimizer not in WHOLE_TENSORS_ONLY
+    if castable and compute_dtype(config) == "float32":
         changes.append({"precision": "bfloat16"})
     if int(config.activation_checkpointing) != 1:
         changes.append({"activation_checkpointing": True})
@@ -53,7 +57,7 @@ def advise(config: Settings, plan: Plan, model_config) -> list[tuple[str, int, b
         "RMSprop": "Adafactor",
         "Adagrad": "Adafactor",
     }.get(config.optimizer)
-    if lightest and not (sharded and lightest in WHOLE_TENSORS_ONLY):
+    if lightest and (whole_tensors or lightest not in WHOLE_TENSORS_ONLY):
         changes.append({"optimizer": lightest, **({"optimizer_kwargs": {}} if config.optimizer_kwargs else {})})
     results, gathered, enough_world = [], {}, False
     for change in changes:

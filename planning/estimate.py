@@ -15,13 +15,13 @@ import utils
 from losses import find_loss
 from modeling import loading
 from modeling.loading import DTYPES
-from parallel.launch import visible_devices
+from parallel.launch import has_bfloat16, visible_devices
 from parallel.rank_process import threads_of_rank
 from parallel.tensor_parallel import SPLITS, tensor_parallel_styles
 from planning.batch_shape import BatchShape, fill, largest_unit
 from planning.optimizer_memory import optimizer_needs
 from planning.plan import GB, Plan
-from planning.token_budget import activation_bytes, has_bfloat16, token_budget
+from planning.token_budget import activation_bytes, token_budget
 from planning.trace import PHASES, Shapes, logits_bytes, model_without_content, parameter_shapes, pass_peaks
 from settings import Settings, replace
 from settings.optimizers import optimizer_arguments
@@ -131,6 +131,8 @@ class _Estimator:
     Attributes:
         kind, capacity: type of the device and its bytes.
         online: whether a live reference is kept beside the policy.
+        offloads: whether parameters and optimizer lie in host memory.
+        reduce_bytes: of one number of a gradient that is summed over devices.
         notes: takes what could not be counted.
     """
 
@@ -147,6 +149,9 @@ class _Estimator:
         self.reference_dtype = DTYPES[self.config.model.reference_dtype or own]
         needed = find_loss(self.config.loss.name).needs_reference(self.config.loss.options)
         self.online = needed and self.config.reference.mode == "online"
+        self.offloads = self.layout.sharded and offloads(self.config, frozen=False)
+        reduce_dtype = reduce_dtype_of(self.config)
+        self.reduce_bytes = DTYPES[reduce_dtype].itemsize if reduce_dtype else self.own.itemsize
 
     def token_budget(self) -> int | None:
         """Tokens a micro-batch as the trainer will choose them; None: it depends on a memory that is not known."""
@@ -154,8 +159,7 @@ class _Estimator:
         if self.kind == "cuda" and self.config.tokens_per_microbatch == "auto":
             if self.capacity is None:
                 return None
-            on_host = self.layout.sharded and offloads(self.config, frozen=False)
-            weights = self.model.shapes.buffers + (0 if on_host else sum(self.model.sizes))
+            weights = self.model.shapes.buffers + (0 if self.offloads else sum(self.model.sizes))
             free = max(0, self.capacity - ACCELERATOR_OVERHEAD - weights)
         local = utils.processes_on_node(self.layout.world_size)
         threads = threads_of_rank(local) if self.layout.sharded else torch.get_num_threads()
@@ -164,8 +168,7 @@ class _Estimator:
     def plan(self, shape: BatchShape, single_pass: bool | None) -> Plan:
         """The plan for micro-batches of this shape. single_pass: whether a step is one of them."""
         sizes = self.model.sizes
-        on_host = self.layout.sharded and offloads(self.config, frozen=False)
-        arguments = optimizer_arguments(self.config, "cpu" if on_host else self.kind)
+        arguments = optimizer_arguments(self.config, "cpu" if self.offloads else self.kind)
         needs = optimizer_needs(self.config.optimizer, arguments, self.own, foreach=False)
         lasting = {
             "parameters": sum(sizes),
@@ -190,7 +193,7 @@ class _Estimator:
             parts["unsharded gradients"] = self._unsharded_gradients()
         host: dict[str, int] = {}
         offloaded = []
-        if self.layout.sharded and offloads(self.config, frozen=False):
+        if self.offloads:
             offloaded = list(lasting)
             # All gradients lie in host memory by then.
             parts["gradients"] = sum(sizes)
@@ -265,9 +268,7 @@ class _Estimator:
 
     def _unsharded_gradients(self) -> int:
         """Bytes of the gradients that each rank keeps whole until a step's last pass, summed in the reduce dtype."""
-        reduce_dtype = reduce_dtype_of(self.config)
-        itemsize = DTYPES[reduce_dtype].itemsize if reduce_dtype else self.own.itemsize
-        return self.model.shapes.n_parameters * itemsize
+        return self.model.shapes.n_parameters * self.reduce_bytes
 
     def _held_whole(self) -> np.ndarray:
         """Parameters and gradients that FSDP2 holds whole for a while, bytes in each of PHASES, and at the very end.
@@ -280,8 +281,7 @@ class _Estimator:
         elements = [sum(math.prod(shape) for _, shape, _ in group) for group in shapes.groups]
         root, block, every_group = elements[0], max(elements[1:]), sum(elements)
         c = self.compute.itemsize
-        reduce_dtype = reduce_dtype_of(self.config)
-        reduce = DTYPES[reduce_dtype].itemsize if reduce_dtype else self.own.itemsize
+        reduce = self.reduce_bytes
         # The head's gradient waits for the root's turn at the end; a tied one is still on its way there, and traced.
         vocabulary = 0 if shapes.tied else max((math.prod(shape) for _, shape, _ in shapes.groups[0]), default=0)
         early = 1 if fsdp.backward_prefetch else 0

@@ -39,13 +39,6 @@ def cpu_token_budget(threads: int) -> int:
     return min(4096, max(512, 384 * threads))
 
 
-def has_bfloat16(kind: str) -> bool:
-    """Whether a kind of device computes in bfloat16. A GPU that is planned for and not here is taken to."""
-    if kind != "cuda":
-        return kind == "cpu"
-    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-
-
 def token_budget(config: Settings, model_config, kind: str, free: int | None, threads: int) -> int:
     """Most tokens of a micro-batch on one device.
 

@@ -20,8 +20,8 @@ import os
 import time
 from typing import Any
 
+from atomic_files import write_atomically
 from report.logger import Logger, RunInfo
-from utils import write_atomically
 
 METRICS, SAMPLES, NOTICES = "metrics.jsonl", "samples.jsonl", "notices.jsonl"
 

@@ -20,12 +20,12 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from atomic_files import write_atomically
 from report.changed_settings import changed_settings
 from report.charts import chart
 from report.curves import Card, cards
 from report.formatting import duration, metric_dataset, short, well_formed
 from report.recorded_run import Run, earlier_stages
-from utils import write_atomically
 
 TEMPLATES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates")
 MOST_MARKS, MOST_PROMPTS = 200, 16

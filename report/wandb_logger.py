@@ -7,10 +7,10 @@ import os
 import secrets
 from typing import Any
 
+from atomic_files import write_atomically
 from report.files import SAMPLES, read_json_lines
 from report.formatting import excerpt, well_formed
 from report.logger import Logger, RunInfo
-from utils import write_atomically
 
 # wandb's own limits are 90 seconds, and none at the end: without a network a run would seem to hang.
 CONNECT_SECONDS, FINISH_SECONDS = 30, 600

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+import atomic_files
 import utils
 from data.dataset_names import by_full_name, short_names
 from settings import paths
@@ -53,17 +54,18 @@ def resolve(config: DictConfig) -> dict:
         )
     if missing:
         raise ValueError(f"{missing[0]} is missing: this run needs a value for it ({missing[0]}=...)")
-    _name_datasets(values)
+    names, data = values.get("datasets"), values.get("data")
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names) and isinstance(data, dict)):
+        paths.in_full(values)
+        return values  # the check of types reports it
+    _name_datasets(names, data)
     paths.in_full(values)
-    _name_metrics(values)
+    _name_metrics(names, data, values)
     return values
 
 
-def _name_datasets(values: dict) -> None:
+def _name_datasets(names: list[str], data: dict) -> None:
     """Put the settings of a data set, by whatever name, under the one name that is used."""
-    names, data = values.get("datasets"), values.get("data")
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names) and isinstance(data, dict)):
-        return  # which the check of types reports
     for key in ("paths", "columns", "weights"):
         if isinstance(data.get(key), dict):
             # A column of all data sets may have the name of one of them; it has a text for its value.
@@ -71,11 +73,8 @@ def _name_datasets(values: dict) -> None:
             data[key] = flat | by_full_name({name: data[key][name] for name in data[key] if name not in flat}, names)
 
 
-def _name_metrics(values: dict) -> None:
+def _name_metrics(names: list[str], data: dict, values: dict) -> None:
     """Put metrics of a data set under its short name, which they have whatever it was called."""
-    names, data = values.get("datasets"), values.get("data")
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names) and isinstance(data, dict)):
-        return
     shorts = short_names(names, data.get("paths") or ())
     for section, key in (("early_stopping", "metric"), ("checkpoint", "best_metric")):
         metric = values[section].get(key) if isinstance(values[section], dict) else None
@@ -108,7 +107,7 @@ def _short_enough(name: str) -> str:
     if len(content) <= LONGEST_NAME:
         return name
     kept = content[: LONGEST_NAME - 9].decode(errors="ignore")
-    return f"{kept}-{utils.checksum(content)[:8]}"
+    return f"{kept}-{atomic_files.checksum(content)[:8]}"
 
 
 def from_dict(values: Mapping[str, Any]) -> Settings:

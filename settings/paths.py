@@ -3,8 +3,7 @@
 import functools
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import preference_datasets
 
@@ -78,7 +77,7 @@ def _registered(name: str, values: dict[str, Any]) -> set[str]:
     if plugins and os.sep not in name and isinstance(plugins, list):
         from data import sources
 
-        sources.load_plugins(cast(Any, SimpleNamespace(data=SimpleNamespace(plugins=plugins))))
+        sources.load_plugins(plugins)
     return set(preference_datasets.REGISTRY)
 
 

@@ -100,7 +100,7 @@ def _run_folder(path: str) -> str:
     else:
         raise ValueError(f"resume={path}: this is not a run folder (it has no config.yaml)")
     check_no_pipes(run)
-    if re.fullmatch(r"step-\d+", name) and name != (newest := os.path.basename(_latest(run) or name)):
+    if re.fullmatch(r"step-\d+", name) and name != (newest := latest_name(run) or name):
         raise ValueError(
             f"resume={path}: a run goes on from its newest checkpoint, which is {newest}: {argument('resume', run)}. "
             f"To begin a new run from {name}, give {argument('model.archive', os.path.join(run, name))}"
@@ -108,15 +108,18 @@ def _run_folder(path: str) -> str:
     return run
 
 
-def _latest(run: str) -> str | None:
-    """What LATEST of a run folder points to; None if that is not known."""
+def latest_name(run: str) -> str | None:
+    """The name of the step that LATEST of a run folder points to, unchecked; None where there is none to read.
+
+    LATEST is a link or, where there are none, a file with the name.
+    """
     pointer = os.path.join(run, LATEST)
     try:
         if os.path.islink(pointer):
-            return os.readlink(pointer)
-        with open(pointer, encoding="utf-8") as file:
-            return file.read(4096).strip()
-    except (OSError, ValueError):
+            return os.path.basename(os.readlink(pointer))
+        with open(pointer, "rb") as file:
+            return file.read(256).decode().strip()
+    except (OSError, UnicodeDecodeError):
         return None
 
 

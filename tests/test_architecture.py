@@ -18,7 +18,8 @@ from conftest import ROOT
 # From the bottom to the top: a module imports from layers below its own, or from its own package. Packages and files in
 # one layer do not import each other.
 LAYERS = (
-    ("utils", "private_apis"),
+    ("utils",),
+    ("atomic_files", "private_apis"),
     ("losses",),
     ("data", "preference_datasets"),
     ("settings",),

@@ -302,6 +302,23 @@ def test_memory_of_a_device_belongs_to_a_plan(compose):
         settings.validate(compose("model=tiny", "plan=true", "plan_device_memory_gb=0"))
 
 
+@pytest.mark.parametrize("precision", ["auto", "bfloat16"])
+def test_advice_for_one_device_in_half_precision_can_be_followed(precision):
+    """FSDP2 casts its parameters, but it is one device all the same."""
+    config, model = (
+        _config("optimizer=AdamW", "batch_size=64", f"precision={precision}"),
+        _model_config(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4),
+    )
+    unit = BatchShape(128, (128, 128), 1)
+    tight = estimate(config, 1, kind="cuda", capacity=int(2e9), batch=unit, model_config=model)
+    assert tight.fits is False
+    advice = advise(config, tight, model)
+    assert any("trainer=FSDPTrainer" in arguments for arguments, *_ in advice)
+    for arguments, *_ in advice:
+        assert "precision" not in arguments and "fsdp." not in arguments and "Adafactor" not in arguments
+        assert ("world_size" in arguments) == ("trainer=FSDPTrainer" in arguments)
+
+
 def test_auto_takes_the_units_that_fit():
     changes = ["trainer=FSDPTrainer", "batch_size=64", "precision=float32"]
     unit = BatchShape(128, (128, 128), 1)

@@ -93,12 +93,12 @@ def test_shuffle_prompts_mixes_data_sets():
     assert np.mean(abs(place[:40] - place[40:]) == 1) < 0.2  # the prompts of a number are no neighbours
 
 
-def test_orders_of_large_data_sets_are_quick():
+def test_orders_of_large_data_sets_take_linear_time():
     data = Data([(1, [1, 1], [])])
     data.examples = np.stack([np.arange(200_000) // 3, np.zeros(200_000), np.ones(200_000)], axis=1).astype(np.int32)
     start = time.perf_counter()
     assert len(DatasetMixture([data]).epoch_permutation(0, 0, "prompts")) == 200_000
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 60  # a tenth of a second; hours where every prompt looks at all the others
 
 
 def test_weights_repeat_or_thin_a_data_set():
@@ -296,15 +296,6 @@ def test_sft_examples_have_no_rejected_response():
     data = Data([(3, [2], [(0, -1)]), (1, [4], [(0, -1)])])
     batch = pack(DatasetMixture([data]).units(np.array([0, 1])))
     assert batch.pairs.tolist() == [[0, -1], [1, -1]] and batch.lengths.tolist() == [2, 4]
-
-
-def test_units_of_a_step_are_quick():
-    mixture = DatasetMixture([pairs_data(40)])
-    numbers = mixture.epoch_permutation(0, 0)[:64]
-    start = time.perf_counter()
-    for _ in range(10):
-        pack(mixture.units(numbers))
-    assert (time.perf_counter() - start) / 10 < 0.05
 
 
 # ---- Micro-batches

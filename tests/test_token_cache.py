@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from small_tokenizers import byte_level, config, dump, load, pair, trees
 
+import atomic_files
 import preference_datasets
 import utils
+from atomic_files import process_space
 from data import sources, tokenization
 from data.tokenization import load_tokenized
 from preference_datasets import register_dataset
-from utils import process_space
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +152,11 @@ def test_what_a_container_of_the_same_host_name_is_writing_stays(tmp_path, monke
     other.mkdir(parents=True)
     with monkeypatch.context() as patched:
         patched.setattr(utils.os, "readlink", lambda path: "pid:[1]")  # another namespace of process ids
-        utils.process_space.cache_clear()
-        utils.remove_leftovers(tmp_path / "cache")
-        assert other.exists() and utils.process_space() not in other.name
-    utils.process_space.cache_clear()
-    utils.remove_leftovers(tmp_path / "cache")
+        atomic_files.process_space.cache_clear()
+        atomic_files.remove_leftovers(tmp_path / "cache")
+        assert other.exists() and atomic_files.process_space() not in other.name
+    atomic_files.process_space.cache_clear()
+    atomic_files.remove_leftovers(tmp_path / "cache")
     assert not other.exists()
 
 

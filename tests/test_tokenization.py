@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -431,13 +430,6 @@ def test_memory_does_not_grow_with_the_data(tmp_path, gpt2, monkeypatch):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 2 * peaks[0]  # of 20 times the rows; how many chunks overlap depends on the threads
-
-
-@pytest.mark.skipif(not REAL_HH.is_dir(), reason="the real HH rows are not here")
-def test_twenty_thousand_real_pairs_a_minute_and_core(tmp_path, gpt2):
-    start = time.process_time()  # of all threads, whatever else the machine does
-    dataset = load_tokenized("hh", "train", gpt2, config(tmp_path, paths={"hh": str(REAL_HH)}), "pairs")
-    assert len(dataset) / (time.process_time() - start) > 20_000 / 60
 
 
 @pytest.mark.skipif(not REAL_HH.is_dir(), reason="the real HH rows are not here")

@@ -10,8 +10,9 @@ import threading
 import time
 from typing import Any
 
+from atomic_files import write_atomically
 from report import streams
-from utils import PROJECT_DIR, write_atomically
+from utils import PROJECT_DIR
 
 # A save that takes longer is reported: a process may be stopped, or the disk gone. Nothing else would ever report it.
 SAVING, SAVE_SECONDS = "saving", 300.0

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from atomic_files import write_atomically
 from data.batching import MicroBatch
 from report.files import read_json_lines
 from settings.schema import GuardSettings
 from training.run_state import TrainState
-from utils import World, gather_objects, write_atomically
+from utils import World, gather_objects
 
 FILE = "nonfinite.jsonl"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from planning.token_budget import has_bfloat16
+from parallel.launch import has_bfloat16
 from settings import Settings, replace
 from settings.precision import resolve_precision
 

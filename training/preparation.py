@@ -16,7 +16,7 @@ from modeling.loading import DTYPES
 from modeling.model_check import ModelLimits, check_model, check_token_ids
 from modeling.reference import Reference
 from parallel import rank_process
-from parallel.patience import on_main, patient_group
+from parallel.patience import patient_group
 from parallel.placement import make_placement
 from planning.token_budget import free_memory, token_budget
 from report.reporter import Reporter
@@ -91,7 +91,7 @@ class PreparedRun:
         )
         check_watched_metrics(config, evaluated_names(config, self.datasets["eval"]))
         every = [dataset for split in self.datasets.values() for dataset in split]
-        run_on_main(lambda: check_token_ids(every, limits[0], self.tokenizer), self.world)
+        run_on_main(lambda: check_token_ids(every, limits, self.tokenizer), self.world)
         self.heartbeat.at("loading the weights", 0, patient=True)
         self.policy = self.placement.build_model(config, self.tokenizer, DTYPES[config.model.policy_dtype])
         for text in self.placement.describe(self.policy):
@@ -153,13 +153,11 @@ class PreparedRun:
         run_folder.record_changes(self.config, self.run_dir)
         nonfinite.forget_rows(self.run_dir, self.state.examples)
 
-    def check_model(self) -> list[ModelLimits]:
-        """Refuse a model that cannot be trained or loaded before hours go into its data; on rank 0, what it takes."""
+    def check_model(self) -> ModelLimits:
+        """Refuse a model that cannot be trained or loaded before hours go into its data; what rows it takes."""
         self.heartbeat.at("checking the model", 0, patient=True)
-        limits: list[ModelLimits] = []
         with patient_group(self.world) as group:  # the files may have to be downloaded
-            on_main(lambda: limits.append(check_model(self.config, self.tokenizer)), self.world, group)
-        return limits
+            return run_on_main(lambda: check_model(self.config, self.tokenizer), self.world, group)
 
     def choose_attention(self, unit) -> tuple[str, bool]:
         """(kernel, full_forward): how this model is scored, tried on a prompt with several responses."""

@@ -116,7 +116,7 @@ TEST = Phrases(
         "What a relatable one!",
         "I would be glad to lend a hand.",
         "Plenty of people run into that.",
-        "Breathe, it can be mended.",
+        "Breathe, it can be fixed.",
         "My pleasure.",
     ],
     kind_closings=[
