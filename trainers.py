@@ -71,17 +71,17 @@ class BasicTrainer(PreparedRun):
         seen: list[tuple[MicroBatch, torch.Tensor]] = []
         # Placements average gradients over data ranks; with this factor every example of the step weighs the same.
         factor = self.placement.data_ranks * self.loss_scale.value / step.n_examples
+        self.objective.look_ahead(step.micro_batches, self.idle_batch)
         for index, batch in enumerate(step.micro_batches):
             self.heartbeat.at(f"in pass {index + 1} of {len(step.micro_batches)} of a step", self.state.updates)
             self.placement.sync_gradients(self.policy, last=index == len(step.micro_batches) - 1)
             if batch is None:
-                per_example_loss, _ = self.losses_and_metrics("train", self.idle_batch)
-                (per_example_loss.sum() * 0).backward()
+                self.objective.idle_pass(self.idle_batch).backward()
                 continue
             batch = batch.to(self.device)
             per_example_loss, metrics = self.losses_and_metrics("train", batch)
             (per_example_loss.sum() * factor).backward()
-            sums.add(batch, metrics)
+            sums.add(batch.datasets, metrics)
             seen.append((batch, per_example_loss.detach().float()))
         return sums, seen
 
@@ -130,6 +130,7 @@ class BasicTrainer(PreparedRun):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.updates += 1
+        self.state.loss_memory = self.objective.next_memory
         self.loss_scale.stepped()
         if problem := self.movement.update(self.config, self.world):
             self.notice(problem)
@@ -141,7 +142,7 @@ class BasicTrainer(PreparedRun):
         """Metrics of the held-out examples, and samples if asked for; reported and returned. None if a signal came."""
         if self.evaluation is None:
             return {}
-        metrics = self.evaluation.metrics(lambda batch: self.losses_and_metrics("eval", batch)[1], self._interrupted)
+        metrics = self.evaluation.metrics(self._interrupted)
         if metrics is not None:
             self.reporter.log(metrics, self.state.examples, self.state.updates)
             if self.config.sample_during_eval:

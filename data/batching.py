@@ -24,6 +24,7 @@ class PromptUnit:
         response_ids: number of each response within its data set; the key of the reference cache.
         pairs: one entry an example, as in examples.py, but of indices into `responses`.
         preferences: of the kind "group": (preferred, other) indices into `responses`.
+        mismatched: of the kind "unpaired_mismatched": index into `responses` of one that belongs to another prompt.
     """
 
     dataset: int
@@ -33,6 +34,7 @@ class PromptUnit:
     response_ids: list[int] = field(default_factory=list)
     pairs: list[tuple[int, int]] = field(default_factory=list)
     preferences: list[tuple[int, int]] = field(default_factory=list)
+    mismatched: int | None = None
 
     def cost(self, share_prefix: bool = True) -> int:
         """Tokens that a forward pass over this unit computes."""
@@ -64,6 +66,7 @@ class MicroBatch:
         pairs: int64 [E, 2], responses of each example as in examples.py, -1 where it has none.
         group: int64 [K], the prompt unit of each response.
         preferences: int64 [P, 2], (preferred, other) responses of the kind "group"; empty for other kinds.
+        mismatched: int64 [M], responses that belong to another prompt, of the kind "unpaired_mismatched".
         datasets: int64 [E], data set of each example.
         keys: (data set, response id) of each response, for the reference cache.
         units: what it was made of, to name examples in an error.
@@ -81,6 +84,7 @@ class MicroBatch:
     pairs: torch.Tensor
     group: torch.Tensor
     preferences: torch.Tensor
+    mismatched: torch.Tensor
     datasets: torch.Tensor
     keys: list[tuple[int, int]]
     units: list[PromptUnit]
@@ -194,11 +198,12 @@ def _int64(arrays: list) -> torch.Tensor:
 
 def _examples(units: list[PromptUnit]) -> dict:
     """The fields of a MicroBatch that do not depend on its layout."""
-    pairs, preferences, offset = [], [], 0
+    pairs, preferences, mismatched, offset = [], [], [], 0
     for unit in units:
         assert len(unit.prompt) and all(map(len, unit.responses)), "a response's first token needs one before it"
         pairs += [tuple(k + offset if k >= 0 else -1 for k in pair) for pair in unit.pairs]
         preferences += [(preferred + offset, other + offset) for preferred, other in unit.preferences]
+        mismatched += [] if unit.mismatched is None else [unit.mismatched + offset]
         offset += len(unit.responses)
     responses = [response for unit in units for response in unit.responses]
     return {
@@ -207,6 +212,7 @@ def _examples(units: list[PromptUnit]) -> dict:
         "pairs": torch.tensor(pairs, dtype=torch.int64),
         "group": torch.tensor([index for index, unit in enumerate(units) for _ in unit.responses], dtype=torch.int64),
         "preferences": torch.tensor(preferences, dtype=torch.int64).reshape(-1, 2),
+        "mismatched": torch.tensor(mismatched, dtype=torch.int64),
         "datasets": torch.tensor([unit.dataset for unit in units for _ in unit.pairs], dtype=torch.int64),
         "keys": [(unit.dataset, i) for unit in units for i in unit.response_ids],
         "units": units,

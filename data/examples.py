@@ -6,6 +6,7 @@ An example is a row (group, first, second) of response numbers inside its prompt
     pairs       (group, chosen, rejected)                                a preference
     unpaired    (group, response, -1) good, (group, -1, response) bad    one labelled response
     group       (group, -1, -1)                                          a prompt with all responses of its pairs
+    unpaired_mismatched   as unpaired; with each prompt comes the response of another one
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-KINDS = ("responses", "pairs", "unpaired", "group")
+KINDS = ("responses", "pairs", "unpaired", "unpaired_mismatched", "group")
 # An example of each kind, as (first, second), of a prompt with a single response.
-ONE_RESPONSE = {"responses": (0, -1), "pairs": (0, 0), "unpaired": (0, -1), "group": (-1, -1)}
+ONE_RESPONSE = {
+    "responses": (0, -1),
+    "pairs": (0, 0),
+    "unpaired": (0, -1),
+    "unpaired_mismatched": (0, -1),
+    "group": (-1, -1),
+}
 
 
 def own_examples(n_responses: int, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -138,6 +138,9 @@ class DatasetMixture:
             unit = units.get(key)
             if unit is None:
                 unit = units[key] = PromptUnit(index, group, dataset.prompt(group))
+                if dataset.mismatched:
+                    unit.mismatched, found = 0, dataset.mismatched_response(group)
+                    unit.responses, unit.response_ids = [found], [dataset.n_responses + group]
             if whole:
                 for preferred, other in dataset.preferences(group).tolist():
                     unit.preferences.append((_place(unit, dataset, preferred), _place(unit, dataset, other)))

@@ -21,6 +21,7 @@ from array import array
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -82,20 +83,44 @@ class TokenizedDataset:
         for array_name in ARRAYS:
             setattr(self, array_name, token_cache.open_array(self.folder, f"{array_name}.npy"))
         self._pairs = self.examples
+        self.mismatched = False  # whether a response of another prompt is scored after each
 
     def of_kind(self, kind: str) -> TokenizedDataset:
         """This data set with examples of a kind (examples.py), made out of its pairs."""
         self.examples = examples_of_kind(self._pairs, kind)
+        self.mismatched = kind == "unpaired_mismatched"
+        if self.mismatched and self.n_groups < 2:
+            raise ValueError(
+                f"data set {self.name} has a single {self.split} prompt: this loss estimates the KL divergence with "
+                "responses of other prompts. Give more data, or choose a loss that does without (bco, dpo)."
+            )
         return self
+
+    def mismatched_response(self, group: int) -> np.ndarray:
+        """int32 [n]: the first response of the next prompt, to be scored after this one's; cut where the row would be
+        longer than any other of the data set. Its number is n_responses + group.
+        """
+        other = self.response((group + 1) % self.n_groups, 0)
+        return other[: self._longest_row - len(self.prompt(group))]
+
+    @cached_property
+    def _longest_row(self) -> int:
+        return int(self.row_lengths().max())
+
+    @property
+    def n_scored(self) -> int:
+        """How many responses a reference gives a log-prob: one more a prompt where others' are scored, too."""
+        return self.n_responses + (self.n_groups if self.mismatched else 0)
 
     def preferences(self, group: int) -> np.ndarray:
         """int32 [P, 2]: the pairs (chosen, rejected) of a prompt group."""
         return preferences_of(self._pairs, group)
 
     def examples_lacking(self, known: np.ndarray) -> np.ndarray:
-        """Which examples have a response that is not known (bool [n_responses]): bool [n_examples]."""
+        """Which examples have a response that is not known (bool [n_scored]): bool [n_examples]."""
         first_response = self.group_starts[:-1] - np.arange(self.n_groups)
-        return examples_lacking(self.examples, self._pairs, first_response, known)
+        found = examples_lacking(self.examples, self._pairs, first_response, known)
+        return found | ~known[self.n_responses + self.examples[:, 0]] if self.mismatched else found
 
     def __len__(self) -> int:
         return len(self.examples)

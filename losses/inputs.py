@@ -30,6 +30,7 @@ class ResponseLogps:
     kind: ClassVar[str] = "responses"
     example: ClassVar[str] = "responses"
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "lengths/chosen")
+    has_chosen: ClassVar[bool] = False  # beside others, so that loss.sft_weight has a meaning
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> ResponseLogps:
@@ -60,6 +61,7 @@ class PairLogps:
     kind: ClassVar[str] = "pairs"
     example: ClassVar[str] = "pairs"
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected")
+    has_chosen: ClassVar[bool] = True
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> PairLogps:
@@ -73,6 +75,10 @@ class PairLogps:
             batch.lengths[chosen],
             batch.lengths[rejected],
         )
+
+    def chosen_nll(self) -> tuple[torch.Tensor, None]:
+        """Mean negative log-likelihood of the chosen response's tokens, [E] with gradient, of all examples."""
+        return -self.policy_chosen / self.chosen_lengths, None
 
     def averaged(self) -> PairLogps:
         """The same pairs with log-probs averaged over each response's tokens."""
@@ -127,6 +133,7 @@ class UnpairedLogps:
     kind: ClassVar[str] = "unpaired"
     example: ClassVar[str] = "responses"
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected")
+    has_chosen: ClassVar[bool] = True
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> UnpairedLogps:
@@ -134,6 +141,12 @@ class UnpairedLogps:
         desirable = batch.pairs[:, 0] >= 0
         response = torch.where(desirable, batch.pairs[:, 0], batch.pairs[:, 1])
         return cls(policy[response], reference[response], desirable, batch.lengths[response])
+
+    def chosen_nll(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean negative log-likelihood of a good response's tokens, [E] with gradient and 0 for a bad one; and whether
+        it is a good one, as 1 or 0."""
+        good = self.desirable.to(self.policy.dtype)
+        return -good * self.policy / self.lengths, good
 
     def rewards(self, beta: float) -> dict[str, Metric]:
         """Metrics of the implicit rewards beta * log(policy / reference), good and bad responses apart; no gradient."""
@@ -154,6 +167,33 @@ class UnpairedLogps:
             "lengths/chosen": (self.lengths, good),
             "lengths/rejected": (self.lengths, 1 - good),
         }
+
+
+@dataclass
+class UnpairedWithMismatched(UnpairedLogps):
+    """The same, and M responses scored after prompts that they do not belong to: what the KL divergence from the
+    reference is estimated with (KTO, arXiv 2402.01306, section 4.1). One for each prompt of the step.
+
+    Attributes:
+        mismatched_policy, mismatched_reference: [M], summed log-probs (nats).
+    """
+
+    mismatched_policy: torch.Tensor
+    mismatched_reference: torch.Tensor
+
+    kind: ClassVar[str] = "unpaired_mismatched"
+
+    @classmethod
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> UnpairedWithMismatched:
+        """From log-probs [K] of a micro-batch's responses."""
+        own = UnpairedLogps.select(policy, reference, batch)
+        return cls(
+            **vars(own), mismatched_policy=policy[batch.mismatched], mismatched_reference=reference[batch.mismatched]
+        )
+
+    def kl(self, beta: float) -> torch.Tensor:
+        """beta times the estimated KL divergence of the policy from the reference, at least 0; [] without gradient."""
+        return (beta * (self.mismatched_policy - self.mismatched_reference).detach().mean()).clamp(min=0)
 
 
 @dataclass
@@ -178,6 +218,7 @@ class GroupLogps:
     kind: ClassVar[str] = "group"
     example: ClassVar[str] = "prompts"
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/responses", "lengths/responses")
+    has_chosen: ClassVar[bool] = False
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> GroupLogps:
@@ -203,8 +244,8 @@ class GroupLogps:
         }
 
 
-INPUTS = (ResponseLogps, PairLogps, UnpairedLogps, GroupLogps)
-Inputs: TypeAlias = ResponseLogps | PairLogps | UnpairedLogps | GroupLogps
+INPUTS = (ResponseLogps, PairLogps, UnpairedLogps, UnpairedWithMismatched, GroupLogps)
+Inputs: TypeAlias = ResponseLogps | PairLogps | UnpairedLogps | UnpairedWithMismatched | GroupLogps
 
 
 def reward_accuracies(chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor) -> torch.Tensor:

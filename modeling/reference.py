@@ -94,7 +94,7 @@ class Reference:
         folder = config.reference.cache_dir or os.path.join(get_local_dir(config.local_dirs), "reference")
         computation = computation_digest(self.policy, self._dtype, self._compute_dtype)
         files = {
-            split: [CachedResponses(f"{data.key}-{self._probe(split, data)}", data.n_responses) for data in many]
+            split: [CachedResponses(cache_name(data, self._probe(split, data)), data.n_scored) for data in many]
             for split, many in self.datasets.items()
         }
         reshard_after_eval(self._scorer)
@@ -165,6 +165,11 @@ class Reference:
                     f"The reference gives response {response} of {self.datasets[split][dataset].name} ({split}) the "
                     f"log-prob {value}. Use model.reference_dtype=float32, or look at the model's weights."
                 )
+
+
+def cache_name(dataset, probe: str) -> str:
+    """Name of the file with a data set's values: those with mismatched responses hold more of them."""
+    return f"{dataset.key}-{probe}" + ("-mismatched" if dataset.mismatched else "")
 
 
 def step_keys(sampler, step: int) -> list[tuple[int, int]]:

@@ -87,6 +87,12 @@ class Placement:
             return sums
         return all_reduce_sum(sums, self.world) / self.layout.tp  # ranks of a tensor-parallel group have seen the same
 
+    def gather(self, obj) -> list:
+        """The object of each rank that takes different examples, in the order of `data_rank`, on every rank."""
+        every = gather_objects(obj, self.world)
+        of_data_rank = {self.layout.data_rank(rank): part for rank, part in reversed(list(enumerate(every)))}
+        return [of_data_rank[rank] for rank in range(self.data_ranks)]
+
     def reshard_after_eval(self, *models) -> None:
         """Call after forward passes without a backward pass, which leave FSDP2's parameters whole. Takes None, too."""
         if self.sharded:

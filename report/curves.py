@@ -118,11 +118,11 @@ def _loss_start(run: Run) -> tuple[tuple[float, str] | None, str]:
         return None, ""
     if loss.inputs is ResponseLogps:
         return None, " Negative log-probability of a whole response, in nats; longer responses have more."
-    if loss.start is None or not loss.needs_reference(options):
-        return None, ""
     try:
-        start = loss.start(**options)
+        start = loss.starting_point(options)
     except (TypeError, ArithmeticError):  # the folder's settings are not those of a run of ours
+        return None, ""
+    if start is None:
         return None, ""
     words = f" It starts at {start.formula} = {short(start.value)}, where the policy still is the reference, and falls."
     return (start.value, start.formula), words

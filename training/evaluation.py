@@ -13,8 +13,7 @@ from modeling.generation import generate_samples
 from parallel.placement import Placement
 from report.reporter import Reporter
 from settings import Settings
-from training.metrics import ExampleMetrics
-from training.objective import Objective
+from training.objective import Objective, ScoredBatch
 from training.run_state import TrainState
 
 
@@ -43,31 +42,39 @@ class Evaluation:
         self.dataset_names = [dataset.short_name for dataset in datasets]
 
     @torch.no_grad()
-    def metrics(
-        self, score: Callable[[MicroBatch], ExampleMetrics], interrupted: Callable[[int], bool]
-    ) -> dict[str, float] | None:
+    def metrics(self, interrupted: Callable[[int], bool]) -> dict[str, float] | None:
         """Means over all held-out examples of all ranks; None if the evaluation was interrupted.
 
+        A step-wide loss is given all held-out examples at once: so it does not depend on eval_batch_size, either.
+
         Args:
-            score: a micro-batch on the device -> its examples' metrics. All ranks call it equally often.
             interrupted: called with the number of steps done after each; True ends the evaluation, on all ranks.
         """
         device = self.placement.device
         sums = self.objective.accumulator("eval", self.dataset_names, device)
-        unit = self.objective.loss.inputs.example
+        unit, step_wide = self.objective.loss.inputs.example, self.objective.loss.step_wide
+        kept: list[tuple[torch.Tensor, ScoredBatch]] = []
         with self.reporter.progress(self.sampler.n_examples, "evaluation", unit) as bar:
             for step in self.sampler.steps():
                 for batch in step.micro_batches:
                     if batch is None:
-                        score(self.idle_batch)
+                        self.objective.score("eval", self.idle_batch)
                         continue
                     batch = batch.to(device)
-                    sums.add(batch, score(batch))
+                    if step_wide:
+                        scored = ScoredBatch.of(batch, *self.objective.score("eval", batch))
+                        kept.append((batch.datasets, scored))
+                    else:
+                        sums.add(batch.datasets, self.objective("eval", batch)[1])
                 bar.update(step.n_examples)
                 if interrupted(step.number + 1):
                     self._reshard()
                     return None
         self._reshard()
+        if step_wide:
+            found, _ = self.objective.of_all([scored for _, scored in kept])
+            for (datasets, _), (_, _, metrics) in zip(kept, found, strict=True):
+                sums.add(datasets, metrics)
         total = sums.by_name(self.placement.reduce(sums.sums).cpu())
         return {name: value / count for name, (value, count) in total.items()}
 

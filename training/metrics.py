@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from losses import Loss, LossOutput
+from losses import LossOutput
 
 
 @dataclass
@@ -23,10 +23,10 @@ class ExampleMetrics:
     weights: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, loss: Loss, inputs, output: LossOutput) -> ExampleMetrics:
+    def of(cls, inputs, output: LossOutput) -> ExampleMetrics:
         """The loss, what it reports, and what is known of its input whatever the loss."""
         own = inputs.metrics()
-        named = {"loss": output.losses} | output.metrics | {name: own[name] for name in loss.inputs.own_metrics}
+        named = {"loss": output.losses} | output.metrics | {name: own[name] for name in inputs.own_metrics}
         columns, weights, weighted = [], [], False
         for value in named.values():
             value, weight = value if isinstance(value, tuple) else (value, None)
@@ -34,6 +34,11 @@ class ExampleMetrics:
             columns.append(value.detach().float())
             weights.append(torch.ones_like(columns[-1]) if weight is None else weight.detach().float())
         return cls(torch.stack(columns, dim=1), torch.stack(weights, dim=1) if weighted else None)
+
+    def split(self, sizes: list[int]) -> list[ExampleMetrics]:
+        """Those of the first `sizes[0]` examples, of the next `sizes[1]`, ..."""
+        weights = [None] * len(sizes) if self.weights is None else self.weights.split(sizes)
+        return [ExampleMetrics(*part) for part in zip(self.values.split(sizes), weights, strict=True)]
 
 
 class MetricAccumulator:
@@ -52,16 +57,20 @@ class MetricAccumulator:
         precision = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         self.sums = torch.zeros(len(self.dataset_names), 2 * len(metric_names), device=device, dtype=precision)
 
-    def add(self, batch, metrics: ExampleMetrics) -> None:
-        """Take in a micro-batch."""
+    def add(self, datasets: torch.Tensor, metrics: ExampleMetrics) -> None:
+        """Take in examples.
+
+        Args:
+            datasets: int64 [E], the data set of each.
+        """
         values, weights = metrics.values, metrics.weights
         if weights is None:
             weights = torch.ones_like(values)
         else:
             values = torch.where(weights > 0, values * weights, 0.0)
-        rows = torch.cat([values, weights], dim=1).to(self.sums.dtype)
+        rows = torch.cat([values, weights], dim=1).to(self.sums)
         # A product with a one-hot matrix adds in a fixed order, which index_add on a GPU would not.
-        members = torch.nn.functional.one_hot(batch.datasets, len(self.sums)).to(self.sums.dtype)
+        members = torch.nn.functional.one_hot(datasets, len(self.sums)).to(self.sums)
         self.sums += members.T @ rows
 
     def by_name(self, total: torch.Tensor) -> dict[str, tuple[float, float]]:

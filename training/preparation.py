@@ -116,7 +116,14 @@ class PreparedRun:
         self.prepared = True
         if problem := warm_up_problem(config, self.sampler.n_steps):
             self.notice(problem)
-        self.objective = Objective(self.loss, self.loss_options, self.policy, lambda: self.state.updates)
+        self.objective = Objective(
+            self.loss,
+            self.loss_options,
+            self.policy,
+            lambda: self.state.updates,
+            self.placement,
+            lambda: self.loss.memory | self.state.loss_memory,
+        )
         self.evaluation: Evaluation | None = None
         if self.eval_sampler is None:
             self.notice("There are no held-out examples: nothing is evaluated or sampled.")

@@ -17,6 +17,7 @@ class TrainState:
         step_number: the next step's number; it grows at skipped steps too, which make no update.
         evaluated_at, saved_at: the step_number at which the last evaluation, and the last save, were made.
         last_eval: the last evaluation's metrics; reference_samples: what the reference wrote, once it did.
+        loss_memory: what a step-wide loss keeps from step to step.
     """
 
     examples: int = 0
@@ -27,6 +28,7 @@ class TrainState:
     saved_at: int | None = None
     last_eval: dict[str, float] = field(default_factory=dict)
     reference_samples: list[str] | None = None
+    loss_memory: dict[str, float] = field(default_factory=dict)
 
     def has_passed(self, every: int, done_at: int | None, sampler) -> bool:
         """Whether the last step passed a multiple of `every` examples and what is due then was not done yet."""
@@ -46,4 +48,5 @@ class TrainState:
     @classmethod
     def of(cls, content: dict) -> TrainState:
         """The state that `as_dict` gave, among other entries."""
-        return cls(**{each.name: content[each.name] for each in dataclasses.fields(cls)})
+        # Checkpoints of earlier versions lack what came later.
+        return cls(**{each.name: content[each.name] for each in dataclasses.fields(cls) if each.name in content})

@@ -9,6 +9,7 @@ from settings.schema import Settings
 
 def check(settings: Settings) -> None:
     loss = find_loss(settings.loss.name)
+    loss.check_values(settings.loss.options)
     if not loss.needs_reference(settings.loss.options):
         why = "loss.reference_free=true" if loss.reads_reference else f"loss={loss.name}"
         for key in ("reference.mode", "reference.cache_dir", "model.reference_dtype", "fsdp.reference_cpu_offload"):
@@ -21,7 +22,7 @@ def check(settings: Settings) -> None:
     ):
         if metric is None:
             continue
-        allowed = loss.metric_names("eval")
+        allowed = loss.metric_names("eval", settings.loss.options)
         if metric in allowed:
             continue
         of_one = [
