@@ -6,6 +6,7 @@ work: a micro-batch is a list of units, which `pack` or `pad` turns into tensors
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,8 @@ class PromptUnit:
         pairs: one entry an example, as in examples.py, but of indices into `responses`.
         preferences: of the kind "group": (preferred, other) indices into `responses`.
         mismatched: of the kind "unpaired_mismatched": index into `responses` of one that belongs to another prompt.
+        scores: of each response, as its row rates it; NaN where that is not known.
+        weights: of each example, by which its loss is multiplied.
     """
 
     dataset: int
@@ -35,6 +38,8 @@ class PromptUnit:
     pairs: list[tuple[int, int]] = field(default_factory=list)
     preferences: list[tuple[int, int]] = field(default_factory=list)
     mismatched: int | None = None
+    scores: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
 
     def cost(self, share_prefix: bool = True) -> int:
         """Tokens that a forward pass over this unit computes."""
@@ -62,8 +67,9 @@ class MicroBatch:
         predictors: int64 [N], flat positions whose hidden state predicts a response token.
         targets: int64 [N], the token predicted there.
         response_of: int64 [N], the response (0..K-1) which that token belongs to.
-        lengths: float32 [K], scored tokens a response.
+        lengths: float32 [K], scored tokens a response; scores: float32 [K], NaN where a row rates none.
         pairs: int64 [E, 2], responses of each example as in examples.py, -1 where it has none.
+        weights: float32 [E], by which the loss of each example is multiplied.
         group: int64 [K], the prompt unit of each response.
         preferences: int64 [P, 2], (preferred, other) responses of the kind "group"; empty for other kinds.
         mismatched: int64 [M], responses that belong to another prompt, of the kind "unpaired_mismatched".
@@ -81,7 +87,9 @@ class MicroBatch:
     targets: torch.Tensor
     response_of: torch.Tensor
     lengths: torch.Tensor
+    scores: torch.Tensor
     pairs: torch.Tensor
+    weights: torch.Tensor
     group: torch.Tensor
     preferences: torch.Tensor
     mismatched: torch.Tensor
@@ -209,7 +217,9 @@ def _examples(units: list[PromptUnit]) -> dict:
     return {
         "targets": _int64(responses),
         "lengths": torch.tensor([len(response) for response in responses], dtype=torch.float32),
+        "scores": torch.tensor(_each(units, "scores", "responses", math.nan), dtype=torch.float32),
         "pairs": torch.tensor(pairs, dtype=torch.int64),
+        "weights": torch.tensor(_each(units, "weights", "pairs", 1.0), dtype=torch.float32),
         "group": torch.tensor([index for index, unit in enumerate(units) for _ in unit.responses], dtype=torch.int64),
         "preferences": torch.tensor(preferences, dtype=torch.int64).reshape(-1, 2),
         "mismatched": torch.tensor(mismatched, dtype=torch.int64),
@@ -217,3 +227,8 @@ def _examples(units: list[PromptUnit]) -> dict:
         "keys": [(unit.dataset, i) for unit in units for i in unit.response_ids],
         "units": units,
     }
+
+
+def _each(units: list[PromptUnit], name: str, of: str, missing: float) -> list[float]:
+    """The numbers that units have, one for each of their responses or pairs; `missing` for a unit without any."""
+    return [number for unit in units for number in getattr(unit, name) or [missing] * len(getattr(unit, of))]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -141,10 +142,12 @@ class DatasetMixture:
                 if dataset.mismatched:
                     unit.mismatched, found = 0, dataset.mismatched_response(group)
                     unit.responses, unit.response_ids = [found], [dataset.n_responses + group]
+                    unit.scores = [math.nan]
             if whole:
                 for preferred, other in dataset.preferences(group).tolist():
                     unit.preferences.append((_place(unit, dataset, preferred), _place(unit, dataset, other)))
             unit.pairs.append((_place(unit, dataset, first), _place(unit, dataset, second)))
+            unit.weights.append(dataset.weight(local))
         return list(units.values())
 
 
@@ -156,6 +159,7 @@ def _place(unit: PromptUnit, dataset, response: int) -> int:
     if response_id not in unit.response_ids:
         unit.responses.append(dataset.response(unit.group, response))
         unit.response_ids.append(response_id)
+        unit.scores.append(dataset.score(unit.group, response))
     return unit.response_ids.index(response_id)
 
 

@@ -14,6 +14,7 @@ The rules (each has a test):
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -163,6 +164,14 @@ class TokenizedDataset:
     def response_id(self, group: int, index: int) -> int:
         """The number of a response in the whole data set, 0 .. n_responses - 1."""
         return int(self.group_starts[group]) - group + index
+
+    def score(self, group: int, index: int) -> float:
+        """How the data rate a response; NaN where they do not."""
+        return math.nan
+
+    def weight(self, example: int) -> float:
+        """What the loss of an example is multiplied by."""
+        return 1.0
 
 
 def load_tokenized(

@@ -31,6 +31,7 @@ class ResponseLogps:
     example: ClassVar[str] = "responses"
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "lengths/chosen")
     has_chosen: ClassVar[bool] = False  # beside others, so that loss.sft_weight has a meaning
+    needs_scores: ClassVar[bool] = False
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> ResponseLogps:
@@ -62,6 +63,7 @@ class PairLogps:
     example: ClassVar[str] = "pairs"
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected")
     has_chosen: ClassVar[bool] = True
+    needs_scores: ClassVar[bool] = False
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> PairLogps:
@@ -118,6 +120,23 @@ class PairLogps:
 
 
 @dataclass
+class ScoredPairLogps(PairLogps):
+    """The same with the scores that the data give the responses: `chosen_scores`, `rejected_scores` [E]."""
+
+    chosen_scores: torch.Tensor
+    rejected_scores: torch.Tensor
+
+    needs_scores: ClassVar[bool] = True
+
+    @classmethod
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> ScoredPairLogps:
+        """From log-probs [K] of a micro-batch's responses."""
+        own = PairLogps.select(policy, reference, batch)
+        chosen, rejected = batch.pairs[:, 0], batch.pairs[:, 1]
+        return cls(**vars(own), chosen_scores=batch.scores[chosen], rejected_scores=batch.scores[rejected])
+
+
+@dataclass
 class UnpairedLogps:
     """Summed log-probs of E responses (nats), each labelled good or bad by itself; tensors [E], `desirable` boolean.
 
@@ -134,6 +153,7 @@ class UnpairedLogps:
     example: ClassVar[str] = "responses"
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected")
     has_chosen: ClassVar[bool] = True
+    needs_scores: ClassVar[bool] = False
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> UnpairedLogps:
@@ -205,6 +225,7 @@ class GroupLogps:
     Attributes:
         policy, reference, lengths: [K]; group: int64 [K], the prompt (0..E-1) of each response.
         preferences: int64 [P, 2], (preferred, other) indices into the responses, always of one prompt.
+        scores: [K], as the data rate each response; NaN where they do not.
         n_groups: E.
     """
 
@@ -213,17 +234,19 @@ class GroupLogps:
     lengths: torch.Tensor
     group: torch.Tensor
     preferences: torch.Tensor
+    scores: torch.Tensor
     n_groups: int
 
     kind: ClassVar[str] = "group"
     example: ClassVar[str] = "prompts"
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/responses", "lengths/responses")
     has_chosen: ClassVar[bool] = False
+    needs_scores: ClassVar[bool] = False
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> GroupLogps:
         """From log-probs [K] of a micro-batch's responses."""
-        return cls(policy, reference, batch.lengths, batch.group, batch.preferences, len(batch.pairs))
+        return cls(policy, reference, batch.lengths, batch.group, batch.preferences, batch.scores, len(batch.pairs))
 
     def sum_by_group(self, values: torch.Tensor, group: torch.Tensor | None = None) -> torch.Tensor:
         """Sums [E] of values over the responses (or what else `group` says belongs to which prompt) of each prompt."""
@@ -244,8 +267,23 @@ class GroupLogps:
         }
 
 
-INPUTS = (ResponseLogps, PairLogps, UnpairedLogps, UnpairedWithMismatched, GroupLogps)
-Inputs: TypeAlias = ResponseLogps | PairLogps | UnpairedLogps | UnpairedWithMismatched | GroupLogps
+@dataclass
+class ScoredGroupLogps(GroupLogps):
+    """The same of prompts whose responses all have a score."""
+
+    needs_scores: ClassVar[bool] = True
+
+
+INPUTS = (
+    ResponseLogps,
+    PairLogps,
+    ScoredPairLogps,
+    UnpairedLogps,
+    UnpairedWithMismatched,
+    GroupLogps,
+    ScoredGroupLogps,
+)
+Inputs: TypeAlias = ResponseLogps | PairLogps | UnpairedLogps | GroupLogps
 
 
 def reward_accuracies(chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from losses.inputs import INPUTS, Inputs, Metric, PairLogps, UnpairedLogps, UnpairedWithMismatched
+from losses.inputs import INPUTS, Inputs, Metric, PairLogps, UnpairedLogps
 
 # Metrics that `PairLogps.rewards` and `UnpairedLogps.rewards` give.
 PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 UNPAIRED_REWARDS = ("rewards/chosen", "rewards/rejected")
-
-_USUAL_METRICS = {PairLogps: PAIR_REWARDS, UnpairedLogps: UNPAIRED_REWARDS, UnpairedWithMismatched: UNPAIRED_REWARDS}
 
 # Types of options, beside Literal.
 OPTION_TYPES = (float, int, bool, str)
@@ -269,7 +267,9 @@ def register_loss(
                 f"loss={name}: every loss of {inputs.__name__} reports {', '.join(sorted(taken))} already; give its "
                 "own metric another name."
             )
-        usual = _USUAL_METRICS.get(inputs, ())
+        usual: tuple[str, ...] = ()
+        for base, rewards in ((PairLogps, PAIR_REWARDS), (UnpairedLogps, UNPAIRED_REWARDS)):
+            usual = rewards if issubclass(inputs, base) else usual
         has_reference = any("reference" in field.name for field in dataclasses.fields(inputs))
         options = {p.name: _option(name, p, hints) for p in rest if p.kind is p.KEYWORD_ONLY}
         if inputs.has_chosen:

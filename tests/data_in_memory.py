@@ -25,6 +25,14 @@ class Data:
     def response(self, group, index):
         return self.answers[group][index]
 
+    mismatched = False
+
+    def score(self, group, index):
+        return np.nan
+
+    def weight(self, example):
+        return 1.0
+
     def response_id(self, group, index):
         return int(self.first[group] + index)
 

@@ -45,12 +45,6 @@ def of_policy(pair):
     )
 
 
-@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.start and loss.inputs is PairLogps])
-def test_start_is_the_loss_of_the_reference_itself(pair, name):
-    found = LOSSES[name](of_policy(pair), beta=BETA).losses
-    assert LOSSES[name].start(beta=BETA).value == pytest.approx(found.item(), rel=1e-9)
-
-
 @pytest.mark.parametrize(
     "name, settings, value",
     [
@@ -136,7 +130,7 @@ def test_extreme_margins_stay_finite():
 
 
 def test_unknown_divergence_is_an_error(pair):
-    with pytest.raises(ValueError, match="f_divergence.*reverse_kl or js"):
+    with pytest.raises(ValueError, match="f_divergence.*js or alpha"):
         LOSSES["dpo"](pair, beta=BETA, f_divergence="forward")
 
 
@@ -146,12 +140,13 @@ def test_ties_count_one_half():
 
 
 def test_options_are_read_off_the_function():
-    assert list(LOSSES["dpo"].options) == ["beta", "label_smoothing", "reference_free", "f_divergence"]
-    assert list(LOSSES["ipo"].options) == ["beta", "average_log_prob", "reference_free"]
+    names = ["beta", "label_smoothing", "reference_free", "f_divergence", "alpha", "sft_weight"]
+    assert list(LOSSES["dpo"].options) == names
+    assert list(LOSSES["ipo"].options) == ["beta", "average_log_prob", "reference_free", "sft_weight"]
     assert LOSSES["sft"].options == {}
     beta, divergence = LOSSES["dpo"].options["beta"], LOSSES["dpo"].options["f_divergence"]
     assert (beta.type, beta.low, beta.open, beta.required) == (float, 0, True, True)
-    assert divergence.choices == ("reverse_kl", "js") and not divergence.required
+    assert divergence.choices == ("reverse_kl", "forward_kl", "js", "alpha") and not divergence.required
 
 
 def test_what_a_loss_declares():
@@ -159,8 +154,8 @@ def test_what_a_loss_declares():
     assert (sft.inputs.kind, dpo.inputs.kind) == ("responses", "pairs")
     assert not sft.needs_reference({}) and dpo.needs_reference({"beta": 0.1})
     assert not dpo.needs_reference({"reference_free": True})
-    assert sft.metric_names("eval") == ("loss/eval", "logps_eval/chosen", "lengths_eval/chosen")
-    assert dpo.metric_names("train")[:5] == (
+    assert sft.metric_names("eval", {}) == ("loss/eval", "logps_eval/chosen", "lengths_eval/chosen")
+    assert dpo.metric_names("train", {})[:5] == (
         "loss/train",
         "rewards_train/chosen",
         "rewards_train/rejected",
@@ -186,9 +181,9 @@ def test_register_loss_makes_a_loss_available(registry, pair):
         return LossOutput(pairs.policy_chosen * gamma, {"gap": pairs.policy_chosen - pairs.policy_rejected})
 
     loss = losses.find_loss("mine")
-    assert loss.function is mine and list(loss.options) == ["gamma"] and loss.needs_reference({})
+    assert loss.function is mine and list(loss.options) == ["gamma", "sft_weight"] and loss.needs_reference({})
     assert loss(pair, gamma=2.0).losses.item() == -20
-    assert loss.metric_names("eval")[:2] == ("loss/eval", "gap/eval")
+    assert loss.metric_names("eval", {})[:2] == ("loss/eval", "gap/eval")
     with pytest.raises(ValueError, match="loss.beta is a key that its function does not take; loss=mine takes gamma"):
         loss.check_options({"beta": 1, "gamma": 1})
     with pytest.raises(ValueError, match="loss.gamma is missing"):

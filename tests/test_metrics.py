@@ -1,7 +1,5 @@
 """Metrics are sums over distinct examples, however they fell on ranks and micro-batches."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,9 +9,9 @@ from training.metrics import ExampleMetrics, MetricAccumulator
 
 def sums_of(losses, members, datasets):
     """What a rank holds that saw examples with these losses, of these data sets."""
-    sums = MetricAccumulator(datasets, find_loss("sft").metric_names("eval"), torch.device("cpu"))
+    sums = MetricAccumulator(datasets, find_loss("sft").metric_names("eval", {}), torch.device("cpu"))
     columns = torch.tensor([[loss, -loss, 1.0] for loss in losses])
-    sums.add(SimpleNamespace(datasets=torch.tensor(members)), ExampleMetrics(columns))
+    sums.add(torch.tensor(members), ExampleMetrics(columns))
     return sums
 
 
@@ -36,5 +34,5 @@ def test_a_metric_of_some_examples_is_their_mean():
     sums = MetricAccumulator(["hh"], ("loss/eval", "rewards_eval/chosen"), torch.device("cpu"))
     values = torch.tensor([[1.0, 5.0], [2.0, float("nan")], [3.0, 7.0]])
     weights = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    sums.add(SimpleNamespace(datasets=torch.tensor([0, 0, 0])), ExampleMetrics(values, weights))
+    sums.add(torch.tensor([0, 0, 0]), ExampleMetrics(values, weights))
     assert sums.by_name(sums.sums) == {"loss/eval": (6.0, 3.0), "rewards_eval/chosen": (12.0, 2.0)}

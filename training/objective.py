@@ -30,7 +30,9 @@ class ScoredBatch:
     policy: torch.Tensor
     reference: torch.Tensor
     lengths: torch.Tensor
+    scores: torch.Tensor
     pairs: torch.Tensor
+    weights: torch.Tensor
     group: torch.Tensor
     preferences: torch.Tensor
     mismatched: torch.Tensor
@@ -38,8 +40,9 @@ class ScoredBatch:
 
     @classmethod
     def of(cls, batch: MicroBatch, policy: torch.Tensor, reference: torch.Tensor) -> ScoredBatch:
-        own = (getattr(batch, each.name).cpu() for each in dataclasses.fields(cls)[2:-1])
-        return cls(policy.detach().cpu(), reference.detach().cpu(), *own, len(batch.units))
+        names = [each.name for each in dataclasses.fields(cls)]
+        own = {name: getattr(batch, name).cpu() for name in names if name in vars(batch)}
+        return cls(policy=policy.detach().cpu(), reference=reference.detach().cpu(), n_units=len(batch.units), **own)
 
     @classmethod
     def join(cls, parts: Sequence[ScoredBatch]) -> ScoredBatch:
@@ -115,6 +118,7 @@ class Objective:
     def _outputs(self, policy, reference, batch) -> tuple[torch.Tensor, ExampleMetrics]:
         inputs = self.loss.inputs.select(policy, reference, batch)
         output = self.loss(inputs, **self.options)
+        output.losses = output.losses * batch.weights
         return output.losses, ExampleMetrics.of(inputs, output)
 
     # ---- Losses of a whole step -----------------------------------------------------------------------------------
@@ -147,10 +151,11 @@ class Objective:
         parts = [part for rank in ranks for part in rank]
         joined = ScoredBatch.join(parts)
         policy = joined.policy.requires_grad_()
-        memory = {"memory": self.memory()} if self.loss.memory else {}
+        memory: dict[str, Any] = {"memory": self.memory()} if self.loss.memory else {}
         with torch.enable_grad():
             inputs = self.loss.inputs.select(policy, joined.reference, joined)
             output = self.loss(inputs, **self.options, **memory)
+            output.losses = output.losses * joined.weights
             (slope,) = torch.autograd.grad(output.losses.sum(), policy)
         metrics = ExampleMetrics.of(inputs, output)
         examples = [len(part.pairs) for part in parts]
