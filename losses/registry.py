@@ -90,7 +90,7 @@ class Loss:
     """A registered loss.
 
     Attributes:
-        function: (input, **options) -> LossOutput.
+        function: (input, **options) -> LossOutput; of a loss that is made of others, only `build` is called.
         inputs: the class of its input, one of inputs.INPUTS; `inputs.kind` names the kind of example it is of.
         reads_reference: whether it ever reads the reference's log-probs.
         metrics: names of the metrics that it reports, in order.
@@ -98,10 +98,11 @@ class Loss:
         start: (**options) -> Start; None if the value depends on the data.
         step_wide: whether it is given all examples of a step at once.
         memory: first values of what it keeps from step to step.
+        build: options -> the loss, of one that is made of others; None of all others.
     """
 
     name: str
-    function: Callable[..., LossOutput]
+    function: Callable[..., Any]
     inputs: type[Inputs]
     reads_reference: bool
     metrics: tuple[str, ...]
@@ -109,6 +110,7 @@ class Loss:
     start: Callable[..., Start] | None = None
     step_wide: bool = False
     memory: dict[str, float] = field(default_factory=dict)
+    build: Callable[[Mapping[str, Any]], Loss] | None = None
 
     def __call__(self, inputs, sft_weight: float = 0.0, **options) -> LossOutput:
         """Losses and metrics of E examples.
@@ -178,7 +180,7 @@ class Loss:
         required = {name for name, option in self.options.items() if option.required}
         for keys, what in (
             (set(given) - set(self.options), "is a key that its function does not take"),
-            (required - set(given), "is missing in its yaml"),
+            (required - set(given), "is missing"),
         ):
             if keys:
                 raise ValueError(
@@ -314,11 +316,11 @@ def _option(loss: str, parameter: inspect.Parameter, hints: dict[str, Any]) -> O
     )
 
 
-def find_loss(name: str) -> Loss:
-    """The loss of that name.
+def find_loss(name: str, options: Mapping[str, Any] | None = None) -> Loss:
+    """The loss of that name; given the run's options, as these make it where it is made of others.
 
     Raises:
-        ValueError: it has a yaml, but no function; or a file of losses/ cannot be imported.
+        ValueError: it has a yaml, but no function; a file of losses/ cannot be imported; or its parts do not fit.
     """
     for file, error in BROKEN.items():
         raise ValueError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
@@ -326,4 +328,5 @@ def find_loss(name: str) -> Loss:
         raise ValueError(
             f"loss={name} has a file in config/loss, but no module in losses/ has @register_loss({name!r})."
         )
-    return LOSSES[name]
+    loss = LOSSES[name]
+    return loss if loss.build is None or options is None else loss.build(options)

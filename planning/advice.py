@@ -20,7 +20,10 @@ def advise(config: Settings, plan: Plan, model_config) -> list[tuple[str, int, b
     sharded = config.trainer != "BasicTrainer"
     whole_tensors = not layout_of(config, plan.world_size).sharded
     changes: list[dict] = []
-    if find_loss(config.loss.name).needs_reference(config.loss.options) and config.reference.mode == "online":
+    if (
+        find_loss(config.loss.name, config.loss.options).needs_reference(config.loss.options)
+        and config.reference.mode == "online"
+    ):
         changes.append({"reference.mode": "cached"})
     tokens = plan.batch.tokens
     while tokens > plan.batch.unit_tokens:

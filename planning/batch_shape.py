@@ -62,7 +62,7 @@ class BatchShape:
 def largest_unit(config: Settings) -> BatchShape:
     """The largest example that the settings allow: a prompt and two responses, or the one that the loss takes."""
     prompt = min(config.max_prompt_length, config.max_length - 1)
-    n = 1 if find_loss(config.loss.name).inputs.kind in ("responses", "unpaired") else 2
+    n = 1 if find_loss(config.loss.name, config.loss.options).inputs.kind in ("responses", "unpaired") else 2
     return BatchShape(prompt, (config.max_length - prompt,) * n, 1, config.prefix_sharing)
 
 

@@ -51,7 +51,7 @@ def data_figures(config: Settings, tokenizer) -> DataFigures:
     """
     from data.tokenization import load_tokenized
 
-    kind = find_loss(config.loss.name).inputs.kind
+    kind = find_loss(config.loss.name, config.loss.options).inputs.kind
     try:
         # Tokenising starts by asking for a progress bar; without one coming, only what is cached is read.
         datasets = [

@@ -147,7 +147,7 @@ class _Estimator:
         own = self.config.model.policy_dtype
         self.own, self.compute = DTYPES[own], DTYPES[compute_dtype(self.config)]
         self.reference_dtype = DTYPES[self.config.model.reference_dtype or own]
-        needed = find_loss(self.config.loss.name).needs_reference(self.config.loss.options)
+        needed = find_loss(self.config.loss.name, self.config.loss.options).needs_reference(self.config.loss.options)
         self.online = needed and self.config.reference.mode == "online"
         self.offloads = self.layout.sharded and offloads(self.config, frozen=False)
         reduce_dtype = reduce_dtype_of(self.config)

@@ -8,12 +8,21 @@ from settings.messages import show
 
 LARGEST_INTEGER = 2**63 - 1
 LARGEST_NUMBER = 3.4e38
-KINDS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "flag", tuple: "names", dict: "mapping"}
+KINDS: dict[Any, str] = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "flag",
+    tuple: "names",
+    list: "list",
+    dict: "mapping",
+}
 WORDS = {
     "integer": "a whole number",
     "number": "a number",
     "text": "text",
     "names": "a list of names",
+    "list": "a list of mappings KEY: VALUE",
     "mapping": "a mapping KEY: VALUE",
     "flag": "true or false",
 }
@@ -68,6 +77,8 @@ class Key:
             return isinstance(value, str) and bool(value)
         if self.kind == "names":
             return isinstance(value, list) and all(isinstance(item, str) and item for item in value)
+        if self.kind == "list":
+            return isinstance(value, list) and all(isinstance(item, dict) for item in value)
         if self.kind == "mapping":
             return isinstance(value, dict)
         if self.kind in ("integer", "number"):

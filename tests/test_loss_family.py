@@ -10,7 +10,7 @@ import yaml
 from conftest import ROOT
 from runs import LLAMA, STRONG, assert_same_training, baseline, train, write_data
 
-from losses import LOSSES
+from losses import LOSSES, find_loss
 from losses.inputs import (
     GroupLogps,
     PairLogps,
@@ -62,7 +62,7 @@ def compute(name: str, inputs, **changes):
     return loss(inputs, **options_of(name, **changes), **memory)
 
 
-FAMILY = [name for name in LOSSES if name != "sft"]
+FAMILY = [name for name in LOSSES if name not in ("sft", "mix")]
 VARIANTS = [
     *((name, {}) for name in FAMILY),
     ("dpo", {"label_smoothing": 0.2}),
@@ -330,3 +330,50 @@ def test_an_evaluation_does_not_depend_on_its_batch_size(folder, name):
     ]
     for run in runs[1:]:
         assert run.evals[-1] == pytest.approx(runs[0].evals[-1], abs=1e-6)
+
+
+# ---- Weighted sums ---------------------------------------------------------------------------------------------------
+
+
+def mixed(*parts, **options):
+    return find_loss("mix", {"parts": list(parts), **options})
+
+
+def test_a_mix_is_the_weighted_sum_of_its_parts():
+    loss = mixed({"name": "dpo", "beta": 0.1}, {"name": "apo_zero", "beta": 0.2, "weight": 0.5})
+    pair = PairLogps(*PAIR)
+    output = loss(pair, sft_weight=2.0)
+    parts = compute("dpo", pair, beta=0.1).losses, compute("apo_zero", pair, beta=0.2).losses
+    assert output.losses.item() == pytest.approx((parts[0] + 0.5 * parts[1] + 2.0 * 2.5).item())
+    assert [output.metrics[name].item() for name in ("dpo", "apo_zero", "rewards/chosen")] == pytest.approx(
+        [parts[0].item(), parts[1].item(), 0.1]
+    )
+
+
+def test_a_mix_needs_what_its_parts_need():
+    assert not mixed({"name": "simpo", "beta": 2, "gamma": 1}, {"name": "orpo", "beta": 1}).needs_reference({})
+    loss = mixed({"name": "bco", "beta": 0.1}, {"name": "kto", "beta": 0.1}, {"name": "bco", "beta": 1.0})
+    assert loss.step_wide and loss.inputs is UnpairedWithMismatched and loss.needs_reference({})
+    assert list(loss.memory) == ["bco.reward_sum", "bco.reward_count", "bco_2.reward_sum", "bco_2.reward_count"]
+    inputs = inputs_of(loss.inputs, values(-3, -9, -4, -2), values(-4, -6, -5, -3))
+    output = loss(inputs, memory=loss.memory)
+    assert output.memory.keys() == loss.memory.keys() and output.memory["bco_2.reward_count"] == 4
+
+
+@pytest.mark.parametrize(
+    "parts, message",
+    [
+        ([], "loss.parts is empty"),
+        ([{"beta": 0.1}], r"loss.parts\[0\] must name a loss"),
+        ([{"name": "dpo"}], r"loss.parts\[0\]: loss.beta is missing"),
+        ([{"name": "dpo", "beta": 0.1, "gamma": 1}], "loss.gamma is a key that its function does not take"),
+        ([{"name": "dpo", "beta": 0.1}, {"name": "kto", "beta": 0.1}], "dpo takes pairs, kto takes responses"),
+        ([{"name": "dpo", "beta": 0.1, "alpha": 0.2}], "no effect without loss.f_divergence=alpha"),
+        ([{"name": "sft"}], "for the likelihood of chosen responses set loss.sft_weight"),
+        ([{"name": "mix", "parts": []}], "mix is no loss to add up"),
+        ([{"name": "dpo", "beta": 0.1, "sft_weight": 1}], "once for all parts"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused(parts, message):
+    with pytest.raises(ValueError, match=message):
+        mixed(*parts)

@@ -18,7 +18,7 @@ def check_watched_metrics(config: Settings, evaluated: Collection[str]) -> None:
     Raises:
         ValueError: early_stopping.metric or checkpoint.best_metric is of a data set without such examples.
     """
-    of_all = find_loss(config.loss.name).metric_names("eval", config.loss.options)
+    of_all = find_loss(config.loss.name, config.loss.options).metric_names("eval", config.loss.options)
     for key, metric in (
         ("early_stopping.metric", config.early_stopping.metric),
         ("checkpoint.best_metric", config.checkpoint.best_metric),

@@ -51,7 +51,7 @@ class PreparedRun:
         seed_everything(config.seed)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.loss = find_loss(config.loss.name)
+        self.loss = find_loss(config.loss.name, config.loss.options)
         self.loss_options = config.loss.options
         stop, early_notices = config.early_stopping, list[str]()
         self.early_stop = EarlyStop(stop.metric, stop.patience, stop.min_delta, stop.mode)

@@ -8,7 +8,7 @@ from settings.schema import Settings
 
 
 def check(settings: Settings) -> None:
-    loss = find_loss(settings.loss.name)
+    loss = find_loss(settings.loss.name, settings.loss.options)
     loss.check_values(settings.loss.options)
     if not loss.needs_reference(settings.loss.options):
         why = "loss.reference_free=true" if loss.reads_reference else f"loss={loss.name}"

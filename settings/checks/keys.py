@@ -61,6 +61,8 @@ def check_keys(values: dict[str, Any]) -> None:
             raise ValueError(f"{key} is missing: {schema[key].meaning}; allowed: {schema[key].describe()}")
     for key, value in flat.items():
         check_value(key, schema[key], value)
+    for number, part in enumerate(flat.get("loss.parts") or []):
+        _check_part(f"loss.parts[{number}]", part)
 
 
 def check_value(name: str, key: Key, value: Any) -> None:
@@ -72,6 +74,15 @@ def check_value(name: str, key: Key, value: Any) -> None:
         hint += f"; write {name}=[{value}]"
     hint += "; this one is too large" if too_large(value) else ""
     raise ValueError(f"{name}={show(value)} is not allowed ({key.meaning}); allowed: {key.describe()}{hint}")
+
+
+def _check_part(where: str, part: dict[str, Any]) -> None:
+    """The values of a part of a mixed loss; which keys it may have, the loss itself knows."""
+    own = {key.removeprefix("loss."): value for key, value in loss_keys(part.get("name")).items()}
+    for name, value in part.items():
+        schema = Key("weight of the part", "number") if name == "weight" else own.get(name)
+        if schema is not None:
+            check_value(f"{where}.{name}", schema, value)
 
 
 def _check_loss_file(name: str | None) -> None:

@@ -30,7 +30,7 @@ def check(settings: Settings, given: Collection[str], world: int | None) -> None
 
 def _unused(settings: Settings, world: int | None) -> Iterator[tuple[tuple[str, ...], str]]:
     """(keys, why they have no effect) with these settings."""
-    loss, model, checkpoint = find_loss(settings.loss.name), settings.model, settings.checkpoint
+    loss, model, checkpoint = find_loss(settings.loss.name, settings.loss.options), settings.model, settings.checkpoint
     if settings.debug:
         yield _CHECKPOINT_KEYS, "debug=true writes no checkpoint"
         yield _WANDB_KEYS, "debug=true logs nothing to wandb"
