@@ -377,3 +377,17 @@ def test_a_mix_needs_what_its_parts_need():
 def test_parts_that_do_not_go_together_are_refused(parts, message):
     with pytest.raises(ValueError, match=message):
         mixed(*parts)
+
+
+# ---- Documents -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_table_has_every_loss_with_its_defaults(name):
+    rows = [line for line in (ROOT / "docs" / "losses.md").read_text().splitlines() if line.startswith(f"| `{name}` |")]
+    assert len(rows) == 1
+    written = yaml.safe_load((ROOT / "config" / "loss" / f"{name}.yaml").read_text())
+    own = [f"{key} {value}" for key, value in written.items() if key not in ("name", "sft_weight")]
+    if written.get("sft_weight"):
+        own.append(f"sft_weight {written['sft_weight']}")
+    assert f"| {', '.join(own)} |".replace("False", "false") in rows[0]
