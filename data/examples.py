@@ -26,30 +26,41 @@ ONE_RESPONSE = {
 }
 
 
+def rows_of(kind: str) -> str:
+    """What rows are read for: "responses" (SFT), "unpaired" (rows with a label too) or "pairs". Kinds of one such share
+    their tokens."""
+    return kind if kind == "responses" else "unpaired" if kind.startswith("unpaired") else "pairs"
+
+
 def own_examples(n_responses: int, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(first, second) of the examples that a prompt group is stored with: its pairs or, without any, its responses."""
+    """(first, second) of the examples that a prompt group is stored with: its pairs and labelled responses, or else its
+    responses."""
     return list(pairs) or [(response, -1) for response in range(n_responses)]
 
 
-def examples_of_kind(rows: np.ndarray, kind: str) -> np.ndarray:
+def examples_of_kind(rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Examples of a kind.
 
     Args:
-        rows: int32 [n, 3], the data set's own examples: its pairs or, for the kind "responses", its responses.
-    Returns: int32 [m, 3], in the order in which they first appear in `rows`.
+        rows: int32 [n, 3], the data set's own examples: its pairs and labelled responses or, for the kind "responses",
+            its responses.
+    Returns: int32 [m, 3], in the order in which they first appear in `rows`, and the row [m] in which they do.
     """
     assert kind in KINDS, kind
     if kind in ("responses", "pairs"):
-        return rows
+        return rows, np.arange(len(rows))
     if kind == "group":
-        found = np.stack([rows[:, 0], *[np.full(len(rows), -1)] * 2], axis=1)
+        found, source = np.stack([rows[:, 0], *[np.full(len(rows), -1)] * 2], axis=1), np.arange(len(rows))
     else:
         # A response that several pairs call good is one good example; one that is called both is an example of each.
-        found = np.repeat(rows, 2, axis=0)
+        found, source = np.repeat(rows, 2, axis=0), np.repeat(np.arange(len(rows)), 2)
         found[0::2, 2] = -1
         found[1::2, 1] = -1
+        there = found[:, 1:].max(axis=1) >= 0  # a labelled response is one example, not two
+        found, source = found[there], source[there]
     _, first = np.unique(found, axis=0, return_index=True)
-    return np.ascontiguousarray(found[np.sort(first)], dtype=rows.dtype)
+    kept = np.sort(first)
+    return np.ascontiguousarray(found[kept], dtype=rows.dtype), source[kept]
 
 
 def preferences_of(pairs: np.ndarray, group: int) -> np.ndarray:

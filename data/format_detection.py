@@ -3,7 +3,10 @@
 from functools import partial
 
 from data.files import describe, named
+from data.ranked_rows import parse_nectar, parse_rated_response, parse_scored, parse_ultrafeedback
 from data.row_formats import (
+    BAD_RESPONSE,
+    WEIGHT_ZERO,
     PromptGroup,
     parse_alpaca,
     parse_completion,
@@ -12,6 +15,7 @@ from data.row_formats import (
     parse_messages,
     parse_orca,
     parse_preferences,
+    parse_rejected_response,
     parse_se,
     parse_sharegpt_pair,
     parse_shp,
@@ -27,27 +31,40 @@ REFUSED_COLUMNS = {
 }
 LABELS = ("label", "kto_tag")
 # A label's text that says how good a response is, rather than, say, its topic.
-VERDICTS = set("true false 0 1 -1 good bad yes no chosen rejected desirable undesirable accepted preferred".split())
-CONTEXT_COLUMNS = ("system", "weight", *LABELS, *REFUSED_COLUMNS)
+GOOD = ("true", "1", "1.0", "good", "yes", "chosen", "desirable", "accepted", "preferred")
+BAD = ("false", "0", "0.0", "-1", "-1.0", "bad", "no", "rejected", "undesirable")
+# Columns that rate the responses of a pair, each by the names that data sets give it.
+SCORES = {
+    "score_chosen": ("score_chosen", "chosen_score", "chosen_rating", "chosen-rating"),
+    "score_rejected": ("score_rejected", "rejected_score", "rejected_rating", "rejected-rating"),
+}
+CONTEXT_COLUMNS = ("system", "weight", "margin", *LABELS, *SCORES["score_chosen"], *SCORES["score_rejected"],
+                   *REFUSED_COLUMNS)  # fmt: skip
 
 
-def parse_row(parser, has_pairs: bool, row: dict) -> PromptGroup | str:
-    """A row of a format that was recognised by its columns, with what the columns beside them mean."""
+def parse_row(parser, has_pairs: bool | None, kind: str, row: dict) -> PromptGroup | str:
+    """A row of a format that was recognised by its columns, with what the columns beside them mean.
+
+    has_pairs: whether the format has pairs; None if that depends on the row. kind: of the examples that the loss takes.
+    """
     for name, advice in REFUSED_COLUMNS.items():
         if not is_empty(row.get(name)):
             raise ValueError(f"column {name} is not supported: {advice}, or leave the column out")
-    weight = row.get("weight")
-    if not is_empty(weight) and number_of(weight, "weight") != 1:
-        raise ValueError(f"weight is {describe(weight)}: rows cannot weigh differently; leave the column out")
-    if not has_pairs:
-        for name in LABELS:
-            if _is_verdict(row.get(name)):
-                raise ValueError(
-                    f"column {name} marks unpaired preferences, which no loss here reads from rows; keep the good "
-                    f"responses and leave the column out"
-                )
     group = parser(row)
-    if isinstance(group, PromptGroup) and isinstance(row.get("system"), str):
+    if isinstance(group, str):
+        return group
+    if not has_pairs and not group.pairs:
+        label = next((found for name in LABELS if (found := verdict(row.get(name))) is not None), None)
+        if label is not None:
+            _label(group, label)
+            if kind == "responses" and not label:
+                return BAD_RESPONSE
+        elif kind != "responses":
+            what = "a label that says good or bad (true or false)" if kind.startswith("unpaired") else "a pair"
+            raise ValueError(f"this row is without {what}; of losses, sft alone learns from such rows")
+    _add_scores(group, row)
+    _add_weight(group, row, kind)
+    if isinstance(row.get("system"), str):
         system = text_of(row["system"], "system")
         if group.header:  # a dialogue in the layout of HH, which begins with the system's text
             group.prompt = f"{system}{group.prompt}" if system.strip() else group.prompt
@@ -56,9 +73,55 @@ def parse_row(parser, has_pairs: bool, row: dict) -> PromptGroup | str:
     return group
 
 
-def _is_verdict(value) -> bool:
-    """Whether a label says good or bad, rather than, say, a topic."""
-    return isinstance(value, bool) or value in (0, 1, -1) or str(value).strip().lower() in VERDICTS
+def verdict(value) -> bool | None:
+    """Whether a label says good (True) or bad (False); None where it says neither, as a topic does."""
+    word = str(value).strip().lower()
+    return True if word in GOOD else False if word in BAD else None
+
+
+def _label(group: PromptGroup, good: bool) -> None:
+    """Make a group's only response an example by itself."""
+    assert len(group.responses) == 1, "a row of this format has one response"
+    group.pairs = [(0, -1) if good else (-1, 0)]
+    group.sft_targets = group.sft_targets if good else []
+
+
+def _add_scores(group: PromptGroup, row: dict) -> None:
+    """Take a pair's scores, or how far they lie apart, from the columns beside it."""
+    found = {side: next((name for name in of if not is_empty(row.get(name))), "") for side, of in SCORES.items()}
+    chosen_column, rejected_column = found["score_chosen"], found["score_rejected"]
+    if not chosen_column and not rejected_column and is_empty(row.get("margin")):
+        return
+    if group.ranked or len(group.pairs) != 1 or -1 in group.pairs[0]:
+        given = chosen_column or rejected_column or "margin"
+        raise ValueError(f"column {given} rates a chosen and a rejected response, which this row does not have")
+    if chosen_column and rejected_column:
+        rated = number_of(row[chosen_column], chosen_column), number_of(row[rejected_column], rejected_column)
+    elif chosen_column or rejected_column:
+        raise ValueError(f"column {chosen_column or rejected_column} has a score, but the other response has none")
+    else:
+        rated = number_of(row["margin"], "margin"), 0.0  # what a loss reads is the difference
+    chosen, rejected = group.pairs[0]
+    group.scores = {group.responses[chosen]: rated[0], group.responses[rejected]: rated[1]}
+
+
+def _add_weight(group: PromptGroup, row: dict, kind: str) -> None:
+    """Take the weight of a row's examples, by which their losses are multiplied."""
+    weight = row.get("weight")
+    if is_empty(weight) or number_of(weight, "weight") == 1:
+        return
+    number = number_of(weight, "weight")
+    if kind == "responses":
+        raise ValueError(f"weight is {describe(weight)}: loss=sft weighs all rows alike; leave the column out")
+    if group.ranked:
+        raise ValueError(f"weight is {describe(weight)}: pairs that follow from scores have no weight of their own")
+    if number < 0:
+        raise ValueError(f"weight is {describe(weight)}: it must not be negative")
+    if number == 0:
+        group.dropped[WEIGHT_ZERO] = group.dropped.get(WEIGHT_ZERO, 0) + len(group.pairs)
+        group.pairs = []
+        return
+    group.weights = [float(number)] * len(group.pairs)
 
 
 def _with_system(prompt, system: str) -> list[dict]:
@@ -85,6 +148,10 @@ def parse_dialogues(other: str | None, row: dict) -> PromptGroup | str:
 
 FORMATS = {  # the columns that mark a format -> its parser, whether it has pairs, the columns it reads
     ("prompt", "responses", "pairs"): (parse_groups, True, ("prompt", "responses", "pairs", "sft_target")),
+    ("prompt", "responses", "scores"): (parse_scored, True, ("prompt", "responses", "scores")),
+    ("instruction", "completions"): (parse_ultrafeedback, True, ("instruction", "input", "completions")),
+    ("prompt", "answers"): (parse_nectar, True, ("prompt", "answers")),
+    ("messages", "rejected_response"): (parse_rejected_response, True, ("messages", "rejected_response")),
     ("prompt", "responses", "sft_target"): (parse_groups, False, ("prompt", "responses", "pairs", "sft_target")),
     ("prompt", "chosen", "rejected"): (parse_preferences, True, ("prompt", "chosen", "rejected")),
     ("conversations", "chosen", "rejected"): (parse_sharegpt_pair, True, ("conversations", "chosen", "rejected")),
@@ -93,7 +160,7 @@ FORMATS = {  # the columns that mark a format -> its parser, whether it has pair
     ("messages",): (parse_messages, False, ("messages",)),
     ("conversations",): (partial(parse_messages, name="conversations"), False, ("conversations",)),
     ("prompt", "completion"): (parse_completion, False, ("prompt", "completion")),
-    ("instruction", "output"): (parse_alpaca, False, ("instruction", "input", "output", "history")),
+    ("instruction", "output"): (parse_alpaca, None, ("instruction", "input", "output", "history")),
     ("history", "human_ref_A", "human_ref_B", "labels", "score_A", "score_B"): (
         parse_shp,
         True,
@@ -102,7 +169,12 @@ FORMATS = {  # the columns that mark a format -> its parser, whether it has pair
     ("question", "answers"): (parse_se, True, ("question", "answers")),
 }
 NAMED = (parse_shp, parse_se)  # whose other columns are known, and mean nothing to a preference
-CANONICAL_COLUMNS = sorted({name for _, _, columns in FORMATS.values() for name in columns} | {"system"})
+CANONICAL_COLUMNS = sorted(
+    {name for _, _, columns in FORMATS.values() for name in columns}
+    | {"system", "response", "label", "weight", "margin", *SCORES}
+)
+# Columns by which rows of one response each are told from others, if data.score names none.
+RATINGS = ("helpfulness", "correctness", "score", "rating", "reward")
 # What data sets call the columns that the formats need, for advice about names.
 USUAL_NAMES = {
     "prompt": ("question", "instruction", "query", "input", "context"),
@@ -113,23 +185,51 @@ USUAL_NAMES = {
 }
 
 
-def detect_format(columns, responses_only: bool):
-    """(parser, columns it reads) for data with these columns; `responses_only`: the loss needs no pairs. Raises
-    ValueError when no format fits."""
+def detect_format(columns, kind: str, score: str | None = None):
+    """(parser, columns it reads) for data with these columns.
+
+    kind: of the examples that the loss takes (examples.py). score: the column that rates a row's only response.
+    Raises ValueError when no format fits.
+    """
     columns = set(columns)
+    if score is not None:
+        rated = ("prompt", "response", score)
+        if not columns.issuperset(rated):
+            raise ValueError(
+                f"data.score={score} rates one response a row, for which columns {', '.join(rated)} are needed; there "
+                f"are {named(columns)}"
+            )
+        return partial(parse_row, partial(parse_rated_response, score), True, kind), (*rated, *CONTEXT_COLUMNS)
     for needed, (parser, has_pairs, reads) in FORMATS.items():
         if not columns.issuperset(needed):
             continue
-        if not has_pairs and not responses_only:
-            raise ValueError(
-                f"columns {named(columns)} hold examples for loss=sft only, and no preferences; other losses need "
-                f"chosen and rejected, or responses and pairs"
-            )
+        if has_pairs is False and kind != "responses":
+            labelled = columns & set(LABELS)
+            if kind.startswith("unpaired") and not labelled:
+                raise ValueError(
+                    f"columns {named(columns)} do not say which responses are good: give a column label (true or "
+                    "false), name yours with data.columns.label, or choose loss=sft"
+                )
+            if not kind.startswith("unpaired"):
+                if labelled:
+                    raise ValueError(
+                        f"columns {named(columns)} hold single responses with a label, and no pairs of them; losses "
+                        "of such rows are kto, bco and apo_zero_unpaired"
+                    )
+                raise ValueError(
+                    f"columns {named(columns)} hold examples for loss=sft only, and no preferences; other losses need "
+                    f"chosen and rejected, or responses and pairs"
+                )
         if parser in NAMED:
             return parser, reads
         if parser is parse_implicit:
             parser = partial(parse_dialogues, next((each for each in USUAL_NAMES["prompt"] if each in columns), None))
-        return partial(parse_row, parser, has_pairs), (*reads, *CONTEXT_COLUMNS)
+        return partial(parse_row, parser, has_pairs, kind), (*reads, *CONTEXT_COLUMNS)
+    rating = next((name for name in RATINGS if name in columns), None)
+    if rating and columns >= {"prompt", "response"} and kind != "responses":
+        raise ValueError(
+            f"columns {named(columns)} rate one response a row: choose the column that ranks them, data.score={rating}"
+        )
     known = "; ".join(", ".join(needed) for needed in FORMATS)
     raise ValueError(
         f"columns {named(columns)} fit no known format. Known are: {known}. Name yours with "

@@ -14,7 +14,7 @@ HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 # Why a row, a response or a pair is left out: the keys of the counts that every data set comes with.
 EMPTY, IDENTICAL, DIVERGED, NO_PREFERENCE = "dropped_empty", "dropped_identical", "dropped_diverged", "dropped_tied"
-WEIGHT_ZERO = "dropped_weight_zero"
+WEIGHT_ZERO, SMALL_GAP, BAD_RESPONSE = "dropped_weight_zero", "dropped_small_gap", "dropped_labelled_bad"
 
 
 @dataclass
@@ -22,7 +22,10 @@ class PromptGroup:
     """A prompt and its responses, as text.
 
     prompt: text, or a conversation as a list of {"role", "content"} that the tokenizer's chat template will render.
-    pairs: (chosen, rejected) indices into responses. sft_targets: the responses that SFT learns, an example each.
+    pairs: (chosen, rejected) indices into responses; (n, -1) and (-1, n) for a response that is good or bad by itself.
+    weights: of the pairs, what their losses are multiplied by; empty for 1. scores: response -> how the data rate it.
+    ranked: the pairs follow from the scores (ranked_rows.py), once all responses of the prompt are there.
+    sft_targets: the responses that SFT learns, an example each.
     row: number of the (first) source row, for messages. header: text at the end of a text prompt that opens the
     assistant's turn, which truncation keeps. sft_score: of a source that has one target a prompt; when rows merge, the
     first target of the highest score stays. None: all targets stay.
@@ -35,6 +38,9 @@ class PromptGroup:
     row: int = 0
     header: str = ""
     sft_score: float | None = None
+    weights: list[float] = field(default_factory=list)
+    scores: dict[str, float] = field(default_factory=dict)
+    ranked: bool = False
     dropped: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -55,7 +61,13 @@ class PromptGroup:
                 known[text] = len(self.responses)
                 self.responses.append(text)
             renumbered.append(known[text])
-        self.pairs += [(renumbered[chosen], renumbered[rejected]) for chosen, rejected in other.pairs]
+        if self.weights or other.weights:
+            ones = [1.0] * len(self.pairs), [1.0] * len(other.pairs)
+            self.weights = (self.weights or ones[0]) + (other.weights or ones[1])
+        renumbered.append(-1)  # at index -1: no response
+        self.pairs += [(renumbered[first], renumbered[second]) for first, second in other.pairs]
+        for text, score in other.scores.items():
+            self.scores.setdefault(text, score)
         if self.sft_score is None or other.sft_score is None:
             self.sft_targets += [text for text in other.sft_targets if text not in self.sft_targets]
         elif other.sft_score > self.sft_score:
@@ -120,6 +132,7 @@ def parse_shp(row: dict) -> PromptGroup | str:
     if isinstance(group, PromptGroup):
         best = 0 if scores[0] >= scores[1] else 1
         group.sft_targets, group.sft_score = [responses[best]], scores[best]
+        group.scores = dict(zip(responses, scores))
     return group
 
 
@@ -154,7 +167,7 @@ def parse_se(row: dict) -> PromptGroup | str:
             else:
                 group.dropped[NO_PREFERENCE] = group.dropped.get(NO_PREFERENCE, 0) + 1
     group.sft_targets = [max(scores, key=scores.__getitem__)]
-    group.sft_score = max(values)
+    group.sft_score, group.scores = max(values), scores
     return group
 
 
@@ -192,6 +205,11 @@ def _preferences(prompt, row: dict) -> PromptGroup | str:
     return pair_group(prompt, chosen, rejected)
 
 
+def prompt_of(value) -> str | list[dict]:
+    """A prompt as text or, checked, as a conversation."""
+    return _prompt_messages(value) if is_conversation(value) else text_of(value, "prompt")
+
+
 def _prompt_messages(value) -> list[dict]:
     messages = messages_of(value, "prompt")
     if messages[-1]["role"] == "assistant":
@@ -225,8 +243,7 @@ def _conversation_pair(prompt, chosen: list[dict], rejected: list[dict]) -> Prom
 
 def parse_groups(row: dict) -> PromptGroup | str:
     """{prompt, responses, pairs, sft_target}: the project's own shape, one prompt a row."""
-    prompt = column(row, "prompt")
-    prompt = _prompt_messages(prompt) if is_conversation(prompt) else text_of(prompt, "prompt")
+    prompt = prompt_of(column(row, "prompt"))
     return checked_group(prompt, column(row, "responses"), row.get("pairs"), row.get("sft_target"))
 
 
@@ -281,17 +298,32 @@ def parse_sharegpt_pair(row: dict) -> PromptGroup | str:
     return _preferences(column(row, "conversations"), row)
 
 
+def parse_rejected_response(row: dict) -> PromptGroup | str:
+    """ms-swift's {messages, rejected_response}: a conversation with its answer, and a worse answer."""
+    messages = messages_of(column(row, "messages"), "messages")
+    if messages[-1]["role"] != "assistant" or len(messages) < 2:
+        raise ValueError("messages must end with the assistant's answer to what comes before it")
+    rejected = text_of(column(row, "rejected_response"), "rejected_response")
+    return pair_group(messages[:-1], messages[-1]["content"], rejected)
+
+
 def parse_orca(row: dict) -> PromptGroup | str:
     """Orca's {system, question, chosen, rejected}, texts: `parse_row` puts the system message first."""
     return _preferences(column(row, "question"), row)
 
 
 def parse_alpaca(row: dict) -> PromptGroup | str:
-    """Alpaca's {instruction, input, output}: SFT, as a conversation of two messages."""
+    """Alpaca's {instruction, input, output}: SFT, as a conversation of two messages. An output that is a list holds the
+    chosen and the rejected response."""
     if not is_empty(row.get("history")):
         raise ValueError("history has turns, which are not read here; write whole conversations in a column messages")
     prompt = with_input(column(row, "instruction"), row.get("input"))
-    return _sft_group([{"role": "user", "content": prompt}], text_of(column(row, "output"), "output"))
+    messages, output = [{"role": "user", "content": prompt}], column(row, "output")
+    if isinstance(output, (list, tuple)):
+        if len(output) != 2:
+            raise ValueError(f"output is a list of {len(output)}: a pair is [chosen, rejected]")
+        return pair_group(messages, *(text_of(text, f"output[{number}]") for number, text in enumerate(output)))
+    return _sft_group(messages, text_of(output, "output"))
 
 
 def with_input(instruction, added) -> str:
@@ -302,8 +334,7 @@ def with_input(instruction, added) -> str:
 
 def parse_completion(row: dict) -> PromptGroup | str:
     """{prompt, completion}: SFT, text or conversations."""
-    prompt, completion = column(row, "prompt"), column(row, "completion")
-    prompt = _prompt_messages(prompt) if is_conversation(prompt) else text_of(prompt, "prompt")
+    prompt, completion = prompt_of(column(row, "prompt")), column(row, "completion")
     if is_conversation(completion):
         turns = messages_of(completion, "completion")
         if len(turns) != 1 or turns[0]["role"] != "assistant":

@@ -13,6 +13,7 @@ from itertools import islice
 
 from data.files import named
 from data.format_detection import LABELS, detect_format
+from data.ranked_rows import rank_pairs
 from data.row_formats import PromptGroup, parse_se, with_input
 from data.row_values import MESSAGE_FIELDS, is_empty
 from data.splits import hold_out
@@ -27,13 +28,15 @@ class RowStream:
         parser, columns: of a named source, with the columns that it reads; None to go by the columns found.
         renames: canonical -> actual column names.
         test_share: the part of the prompts that is held out for testing, None where the test split is its own.
-        by_row: see `hold_out`. workers: processes for the costly parser.
+        kind: of the examples that the loss takes. by_row: see `hold_out`. workers: processes for the costly parser.
+        rule: which pairs a ranking gives; score: the column that rates a row's only response.
 
     notices: what the user should see once, complete when all groups were read.
     """
 
-    def __init__(self, name, split, rows, parser, columns, renames, test_share, responses_only, by_row, workers):
-        self.name, self.split, self.rows, self.responses_only = name, split, rows, responses_only
+    def __init__(self, name, split, rows, parser, columns, renames, test_share, kind, by_row, workers, rule, score):
+        self.name, self.split, self.rows, self.kind = name, split, rows, kind
+        self.rule, self.score = rule, score
         self.parser, self.columns, self.renames = parser, columns, renames
         self.test_share, self.by_row, self.workers = test_share, by_row, workers
         self.notices: list[str] = []
@@ -59,7 +62,7 @@ class RowStream:
         if self.parser is None:
             canonical = (names - set(self.renames.values())) | set(self.renames)
             try:
-                self.parser, self.columns = detect_format(canonical, self.responses_only)
+                self.parser, self.columns = detect_format(canonical, self.kind, self.score)
             except ValueError as error:
                 raise ValueError(f"data set {self.name} ({self.rows.label()}): {error}") from error
         elif not names & {self.renames.get(each, each) for each in self.columns}:
@@ -93,7 +96,8 @@ class RowStream:
         """Notices of columns and fields that nothing reads."""
         if self._named or self.parser is parse_se:
             return
-        wanted = self._wanted() - set(LABELS)  # a label is looked at only to refuse a row
+        # Of pairs a label is not read.
+        wanted = self._wanted() - (set() if self.kind.startswith("unpaired") else set(LABELS))
         for kind, names in (("columns", self._present - wanted), ("fields of messages", self._fields - MESSAGE_FIELDS)):
             if names:
                 yield f"data set {self.name}: {kind} that are not read: {named(names)}"
@@ -168,7 +172,12 @@ class RowStream:
                     continue
                 del waiting[key], merged[key]
             counts["groups"] += len(same)
-            yield from same.values()
+            for whole in same.values():
+                if whole.ranked or (whole.scores and not self.rule.is_default):
+                    before = Counter(whole.dropped)
+                    rank_pairs(whole, self.rule)
+                    counts.update(Counter(whole.dropped) - before)
+                yield whole
         if seen != len(keys):
             raise ValueError(f"data set {self.name}: {self.rows.label()} changed while it was read")
         self.notices += [text for text in self._unread() if text not in self.notices]

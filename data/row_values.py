@@ -17,6 +17,12 @@ _ROLE = re.compile(r"""["'](role|from)["']\s*:""")
 LONGEST_LITERAL = 1 << 20  # characters of a Python literal: its parser takes a hundred times the memory of the text
 # Fields of a message that are read or refused; others are named in a notice.
 MESSAGE_FIELDS = {"role", "content", "from", "value", "weight"}
+# Other data sets' names for who speaks.
+USUAL_ROLES = {
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "bot"), "assistant"),
+    "system": "system",
+}
 REFUSED_FIELDS = {
     "tool_calls": "render the call into its content",
     "function_call": "render the call into its content",
@@ -113,7 +119,7 @@ def messages_of(value, what: str) -> list[dict]:
             raise ValueError(f"{where} must be a message with role and content, not {describe(message)}")
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         role = text_of(role, f"{where}: role")
-        role = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}.get(role, role)
+        role = USUAL_ROLES.get(role.lower(), role)
         for name, advice in REFUSED_FIELDS.items():
             if not is_empty(message.get(name)):
                 raise ValueError(f"{where} has {name}, which is not supported: {advice}")

@@ -19,9 +19,11 @@ from typing import Any
 import private_apis
 from atomic_files import checksum, hasher
 from data.dataset_names import key_of
+from data.examples import rows_of
 from data.files import column_names, describe, fingerprint_files, looks_like_path, read_rows, row_location
 from data.format_detection import CANONICAL_COLUMNS
 from data.options import DataOptions
+from data.ranked_rows import PairRule
 from data.row_formats import PromptGroup, checked_group, parse_se
 from data.row_stream import RowStream
 from data.row_values import text_of
@@ -175,20 +177,25 @@ class Source:
         return self.reader(self.counts)
 
 
-def open_source(name: str, split: str, config: DataOptions, responses_only: bool = False) -> Source:
-    """Finds a data set and fingerprints it. Raises ValueError when it cannot be found."""
+def open_source(name: str, split: str, config: DataOptions, kind: str = "pairs") -> Source:
+    """Finds a data set and fingerprints it. Raises ValueError when it cannot be found.
+
+    kind: of the examples that the loss takes (examples.py).
+    """
     if split not in SPLITS:
         raise ValueError(f"split={split!r}; allowed are {SPLITS}")
     load_plugins(config.data.plugins)
-    kind, target, named = _resolve(name, config)
+    place, target, named = _resolve(name, config)
+    responses_only = kind == "responses"
+    rule = PairRule(config.data.pairs, float(config.data.min_score_gap))
     truncation = config.data.truncation or (named.truncation if named else "keep_end")
     renames = _columns_for(name, config)
-    if kind == "function":
+    if place == "function":
         if renames and name in config.data.columns:
             raise ValueError(f"data.columns.{name}: the data set {name} is a registered function, which has no columns")
         return _function_source(name, split, truncation, target)
     fraction = float(config.data.test_fraction)
-    if kind == "path":
+    if place == "path":
         found = find_split_files(target, split, responses_only)
         files, separate, notice = found.files, found.alone, found.notice
         content = fingerprint_files(files, cache_folder(config) / "files")
@@ -201,7 +208,8 @@ def open_source(name: str, split: str, config: DataOptions, responses_only: bool
     parser, columns = (named.parser, named.columns) if named else (None, ())
     workers = worker_count(config.data.num_workers)
     by_row = test_share is not None and parser is parse_se
-    stream = RowStream(name, split, rows, parser, columns, renames, test_share, responses_only, by_row, workers)
+    score = None if named else config.data.score
+    stream = RowStream(name, split, rows, parser, columns, renames, test_share, kind, by_row, workers, rule, score)
     own_test_split = "it has a test split" if separate else "" if test_share == fraction else "its test rows are fixed"
     identity = [
         content,
@@ -209,7 +217,9 @@ def open_source(name: str, split: str, config: DataOptions, responses_only: bool
         renames,
         test_share,
         split if test_share is not None else "",
-        responses_only,
+        rows_of(kind),
+        vars(rule),
+        score,
     ]
     fingerprint = checksum(json.dumps(identity, sort_keys=True).encode())
     if notice:
@@ -224,11 +234,11 @@ def open_source(name: str, split: str, config: DataOptions, responses_only: bool
     return Source(name, split, truncation, fingerprint, reader, Counter(), stream.notices, own_test_split)
 
 
-def get_dataset(name: str, split: str, config: DataOptions, responses_only: bool = False) -> dict:
+def get_dataset(name: str, split: str, config: DataOptions, kind: str = "pairs") -> dict:
     """The whole split in the shape {prompt: {"responses", "pairs", "sft_target"}}, for looking at it."""
     return {
         group.key(): {"responses": group.responses, "pairs": group.pairs, "sft_target": group.sft_target}
-        for group in open_source(name, split, config, responses_only).groups()
+        for group in open_source(name, split, config, kind).groups()
     }
 
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from atomic_files import checksum
 from data import token_cache
-from data.examples import examples_lacking, examples_of_kind, own_examples, preferences_of
+from data.examples import examples_lacking, examples_of_kind, own_examples, preferences_of, rows_of
 from data.options import DataOptions
 from data.row_formats import PromptGroup
 from data.sources import Source, cache_folder, open_source
@@ -39,7 +39,7 @@ from data.token_cache import ArrayFile, CacheWriteError
 from data.truncation import Limits, TokenGroup, fit_group
 from data.workers import ordered_map, worker_count
 
-FORMAT = 3  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
+FORMAT = 4  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
 CHUNK = 256  # groups that are encoded in one call
 ARRAYS = {
     "tokens": (np.int32, ()),
@@ -48,6 +48,8 @@ ARRAYS = {
     "examples": (np.int32, (3,)),
     "rows": (np.int64, ()),
     "truncated": (np.bool_, ()),
+    "scores": (np.float32, ()),
+    "weights": (np.float32, ()),
 }
 
 
@@ -62,6 +64,8 @@ class TokenizedDataset:
                                                 example; on disk pairs (group, chosen, rejected), SFT (group, n, -1)
         rows            int64 [n_groups]        the source row, for messages
         truncated       bool  [n_responses]     cut at max_length, so without an EOS
+        scores          float32 [n_responses]   how the rows rate each, NaN where they do not
+        weights         float32 [examples on disk]  what their losses are multiplied by
     key: a digest of all tokens and the structure. counts: what was read, kept, cut and dropped. notices: what the user
     should see once.
     """
@@ -72,6 +76,8 @@ class TokenizedDataset:
     examples: np.ndarray
     rows: np.ndarray
     truncated: np.ndarray
+    scores: np.ndarray
+    weights: np.ndarray
 
     def __init__(self, folder, name: str, split: str):
         self.folder, self.name, self.split = Path(folder), name, split
@@ -83,12 +89,12 @@ class TokenizedDataset:
         self.notices: list[str] = list(manifest["notices"])
         for array_name in ARRAYS:
             setattr(self, array_name, token_cache.open_array(self.folder, f"{array_name}.npy"))
-        self._pairs = self.examples
+        self._pairs, self._source = self.examples, np.arange(len(self.examples))
         self.mismatched = False  # whether a response of another prompt is scored after each
 
     def of_kind(self, kind: str) -> TokenizedDataset:
         """This data set with examples of a kind (examples.py), made out of its pairs."""
-        self.examples = examples_of_kind(self._pairs, kind)
+        self.examples, self._source = examples_of_kind(self._pairs, kind)
         self.mismatched = kind == "unpaired_mismatched"
         if self.mismatched and self.n_groups < 2:
             raise ValueError(
@@ -167,11 +173,11 @@ class TokenizedDataset:
 
     def score(self, group: int, index: int) -> float:
         """How the data rate a response; NaN where they do not."""
-        return math.nan
+        return float(self.scores[self.response_id(group, index)])
 
     def weight(self, example: int) -> float:
         """What the loss of an example is multiplied by."""
-        return 1.0
+        return float(self.weights[self._source[example]])
 
 
 def load_tokenized(
@@ -179,16 +185,15 @@ def load_tokenized(
 ) -> TokenizedDataset:
     """The split of a data set as tokens: from the cache when nothing that matters changed, else made and cached.
 
-    kind: of the examples, see examples.py; all but "responses" are made of pairs, and share one cache.
+    kind: of the examples, see examples.py; kinds that are made of the same rows share one cache.
     progress: Reporter.progress or anything alike, called as progress(total, description, unit) for a context manager
     with update(n).
     Raises ValueError for data that cannot be read or of which no example is left.
     """
-    responses_only = kind == "responses"
-    source = open_source(name, split, config, responses_only)
+    source = open_source(name, split, config, kind)
     limits = Limits(config.max_length, config.max_prompt_length, source.truncation, config.data.on_overlong)
     encoder = TextEncoder.of_options(tokenizer, config.data)
-    identity = [FORMAT, source.fingerprint, encoder.digest(), responses_only, vars(limits)]
+    identity = [FORMAT, source.fingerprint, encoder.digest(), rows_of(kind), vars(limits)]
     key = checksum(json.dumps(identity, sort_keys=True).encode())
     parent = cache_folder(config)
     label = re.sub(r"[^\w.-]+", "_", name).strip("._")[-40:] or "data"
@@ -201,9 +206,7 @@ def load_tokenized(
     notice = [f"the token cache {final} is not usable, so it is made again: {problem}"] if problem else []
 
     def make(folder: Path) -> Path:
-        return _write(
-            source, encoder, limits, responses_only, key, folder, final.name, progress, config.data.num_workers
-        )
+        return _write(source, encoder, limits, kind, key, folder, final.name, progress, config.data.num_workers)
 
     try:
         folder = make(parent)
@@ -241,7 +244,7 @@ def _opened(folder: Path, name: str, split: str) -> TokenizedDataset:
     return dataset
 
 
-def _write(source: Source, encoder, limits, responses_only, key, parent: Path, label, progress, workers) -> Path:
+def _write(source: Source, encoder, limits, kind, key, parent: Path, label, progress, workers) -> Path:
     """Tokenises a source into a new folder of `parent`; returns the published folder."""
     folder = token_cache.new_folder(parent, label)
     files: dict[str, ArrayFile] = {}
@@ -249,7 +252,7 @@ def _write(source: Source, encoder, limits, responses_only, key, parent: Path, l
         for name, (dtype, row) in ARRAYS.items():
             files[name] = ArrayFile(folder / f"{name}.npy", dtype, row)
         counts: Counter = Counter()
-        for chunk in tokenized_chunks(source, encoder, limits, responses_only, counts, progress, workers):
+        for chunk in tokenized_chunks(source, encoder, limits, kind, counts, progress, workers):
             _append(files, chunk)
         files["segment_starts"].append([files["tokens"].length])
         files["group_starts"].append([files["segment_starts"].length - 1])
@@ -264,7 +267,7 @@ def _write(source: Source, encoder, limits, responses_only, key, parent: Path, l
             ).encode()
         )
         counts.update(source.counts)
-        counts["pairs" if not responses_only else "examples"] = files["examples"].length
+        counts["pairs" if rows_of(kind) == "pairs" else "examples"] = files["examples"].length
         counts["tokens"] = files["tokens"].length
         token_cache.write_manifest(
             folder,
@@ -304,13 +307,15 @@ def _append(files: dict[str, ArrayFile], groups: list[TokenGroup]):
     files["examples"].append(examples)
     files["rows"].append([group.row for group in groups])
     files["truncated"].append([cut for group in groups for cut in group.truncated])
+    files["scores"].append([score for group in groups for score in group.scores])
+    files["weights"].append([weight for group in groups for weight in group.weights])
 
 
 def tokenized_chunks(
     source: Source,
     encoder: TextEncoder,
     limits: Limits,
-    responses_only: bool,
+    kind: str,
     counts: Counter,
     progress=None,
     workers: int | None = None,
@@ -326,10 +331,10 @@ def tokenized_chunks(
 
     def rendered_chunks():
         while chunk := list(islice(groups, CHUNK)):
-            kept = [_rendered(group, encoder, responses_only, source, counts) for group in chunk]
+            kept = [_rendered(group, encoder, kind, source, counts) for group in chunk]
             kept = [each for each in kept if each]
             work.append((len(chunk), kept))
-            yield [rendered for _, rendered, _ in kept]
+            yield [rendered for _, rendered, _, _ in kept]
 
     with tokenizer_threads(workers), bar as shown:
         if encoder.is_fast:
@@ -339,8 +344,8 @@ def tokenized_chunks(
         for all_ids in encoded:
             read, kept = work.popleft()
             done = [
-                fit_group(group, rendered, pairs, ids, encoder, limits, counts)
-                for (group, rendered, pairs), ids in zip(kept, all_ids)
+                fit_group(group, rendered, pairs, scores, ids, encoder, limits, counts)
+                for (group, rendered, pairs, scores), ids in zip(kept, all_ids)
             ]
             yield [group for group in done if group is not None]
             if shown is not None:
@@ -361,22 +366,23 @@ def _one_ahead(function, items):
             yield running.result()
 
 
-def _rendered(group: PromptGroup, encoder: TextEncoder, responses_only: bool, source: Source, counts: Counter):
-    """(group, its texts, pairs into them), or None for a group that this loss has no use for."""
-    if responses_only:
+def _rendered(group: PromptGroup, encoder: TextEncoder, kind: str, source: Source, counts: Counter):
+    """(group, its texts, pairs into them, their scores), or None for a group that this loss has no use for."""
+    if kind == "responses":
         if not group.sft_targets:
             counts["dropped_no_sft_target"] += 1
             return None
         responses, pairs = group.sft_targets, []
     else:
-        used = sorted({index for pair in group.pairs for index in pair})
+        used = sorted({index for pair in group.pairs for index in pair if index >= 0})
         if not used:
             counts["dropped_no_pair"] += 1
             return None
-        renumbered = {index: number for number, index in enumerate(used)}
+        renumbered = {index: number for number, index in enumerate(used)} | {-1: -1}
         responses = [group.responses[index] for index in used]
         pairs = [(renumbered[chosen], renumbered[rejected]) for chosen, rejected in group.pairs]
+    scores = [group.scores.get(text, math.nan) for text in responses]
     try:
-        return group, encoder.renderer.render(group, responses), pairs
+        return group, encoder.renderer.render(group, responses), pairs, scores
     except ValueError as error:
         raise ValueError(f"data set {source.name}, row {group.row}: {error}") from error

@@ -20,21 +20,34 @@ class Limits:
 
 @dataclass
 class TokenGroup:
-    """A tokenised prompt group; every response occurs in a pair (SFT: each is an example, and there is no pair)."""
+    """A tokenised prompt group; every response occurs in a pair (SFT: each is an example, and there is no pair).
+
+    pairs: as in PromptGroup, with -1 for no response. scores: of the responses, NaN unknown. weights: of the examples.
+    """
 
     prompt: list[int]
     responses: list[list[int]]
     pairs: list[tuple[int, int]]
     truncated: list[bool]
     row: int
+    scores: list[float]
+    weights: list[float]
 
 
 def fit_group(
-    group: PromptGroup, rendered: RenderedGroup, pairs, ids, encoder: TextEncoder, limits: Limits, counts: Counter
+    group: PromptGroup,
+    rendered: RenderedGroup,
+    pairs,
+    scores: list[float],
+    ids,
+    encoder: TextEncoder,
+    limits: Limits,
+    counts: Counter,
 ) -> TokenGroup | None:
     """Splits, ends and cuts one group's tokens; None when nothing of it is left.
 
-    ids: of the rendered prompt and of each of the full texts. pairs: into the full texts. Fills counts.
+    ids: of the rendered prompt and of each of the full texts. pairs: into the full texts, whose scores are `scores`.
+    Fills counts.
     Raises ValueError for a group that is too long, with on_overlong=error.
     """
     prompt_ids, *fulls = ids
@@ -75,20 +88,29 @@ def fit_group(
             counts["responses_cut"] += sum(cut and left for cut, left in zip(truncated, alive))
     reason = "dropped_overlong" if limits.on_overlong == "drop" else "dropped_no_room"
     if pairs:
-        kept = [pair for pair in pairs if alive[pair[0]] and alive[pair[1]]]
+        weighted = list(zip(pairs, group.weights or [1.0] * len(pairs), strict=True))
+        kept = [each for each in weighted if all(alive[index] for index in each[0] if index >= 0)]
         counts[reason] += len(pairs) - len(kept)
-        differing = [pair for pair in kept if responses[pair[0]] != responses[pair[1]]]
+        differing = [(pair, weight) for pair, weight in kept if -1 in pair or responses[pair[0]] != responses[pair[1]]]
         counts["dropped_identical_tokens"] += len(kept) - len(differing)
-        used = sorted({index for pair in differing for index in pair})
-        renumbered = {index: number for number, index in enumerate(used)}
-        pairs = [(renumbered[chosen], renumbered[rejected]) for chosen, rejected in differing]
+        used = sorted({index for pair, _ in differing for index in pair if index >= 0})
+        renumbered = {index: number for number, index in enumerate(used)} | {-1: -1}
+        pairs = [(renumbered[first], renumbered[second]) for (first, second), _ in differing]
+        weights = [weight for _, weight in differing]
     else:
         used = [index for index, living in enumerate(alive) if living]
         counts[reason] += len(alive) - len(used)
+        weights = [1.0] * len(used)
     if not used:
         return None
     return TokenGroup(
-        prompt, [responses[index] for index in used], pairs, [truncated[index] for index in used], group.row
+        prompt,
+        [responses[index] for index in used],
+        pairs,
+        [truncated[index] for index in used],
+        group.row,
+        [scores[index] for index in used],
+        weights,
     )
 
 

@@ -98,8 +98,10 @@ def _cached_figures(config: Settings, datasets) -> DataFigures:
 def _responses_of_examples(n_responses: int, pairs: list[tuple[int, int]], kind: str) -> list[list[int]]:
     """The responses of a prompt that each of its examples needs."""
     rows = np.array([(0, *example) for example in own_examples(n_responses, pairs)], dtype=np.int32)
-    every = sorted({response for pair in pairs for response in pair})
-    return [[number for number in row[1:] if number >= 0] or every for row in examples_of_kind(rows, kind).tolist()]
+    every = sorted({response for pair in pairs for response in pair if response >= 0})
+    found = [[number for number in row[1:] if number >= 0] or every for row in examples_of_kind(rows, kind)[0].tolist()]
+    # Another prompt's response comes beside; the own one is as long on average.
+    return [numbers + numbers[:1] for numbers in found] if kind == "unpaired_mismatched" else found
 
 
 def _first_groups(read, counts):
@@ -112,18 +114,15 @@ def _sampled_figures(config: Settings, tokenizer, kind: str) -> DataFigures:
     from data.tokenization import tokenized_chunks
     from data.truncation import Limits
 
-    responses_only = kind == "responses"
     encoder = TextEncoder.of_options(tokenizer, config.data)
     examples = tokens = 0.0
     seen, sources = [], []
     for name, weight in zip(config.datasets, mixture_weights(config), strict=True):
-        source = open_source(name, "train", config, responses_only)
+        source = open_source(name, "train", config, kind)
         limits = Limits(config.max_length, config.max_prompt_length, source.truncation, config.data.on_overlong)
         sample = dataclasses.replace(source, reader=functools.partial(_first_groups, source.reader), counts=Counter())
         n_examples = sample_tokens = 0
-        for group in itertools.chain.from_iterable(
-            tokenized_chunks(sample, encoder, limits, responses_only, Counter())
-        ):
+        for group in itertools.chain.from_iterable(tokenized_chunks(sample, encoder, limits, kind, Counter())):
             for numbers in _responses_of_examples(len(group.responses), group.pairs, kind):
                 # Examples of a prompt meet in a step by chance only, unless asked for; each is taken to come alone.
                 lengths = len(group.prompt), tuple(len(group.responses[i]) for i in numbers)

@@ -70,6 +70,9 @@ class DataSettings:
     test_fraction: float = key("rows held out where a source has no test split", low=0, high=1, open=True)
     truncation: Literal["keep_end", "keep_start"] | None = key("end of a long prompt that stays; null: by source")
     on_overlong: Literal["truncate", "drop", "error"] = key("an example too long after its prompt was cut")
+    pairs: Literal["all", "best_worst", "adjacent", "random"] = key("pairs that a ranking of responses gives")
+    min_score_gap: float = key("pairs whose scores differ by less are left out", low=0)
+    score: str | None = key("column that rates the only response of a row; null: none")
     chat_template: str | None = key("a Jinja template or its path; null: the tokenizer's")
     template_date: str | None = key(
         "YYYY-MM-DD that a template with strftime_now writes; null: the day the run began", may_change=True, pinned=True

@@ -45,6 +45,7 @@ def write(path: Path, rows) -> Path:
 DEFAULTS = dict(
     weights={}, paths={}, columns={}, plugins=[], test_fraction=0.05, truncation=None, on_overlong="truncate"
 )
+DEFAULTS |= dict(pairs="all", min_score_gap=0, score=None)
 DEFAULTS |= dict(template_date=None, apply_template=False, allow_control_tokens=False)
 DEFAULTS |= dict(chat_template=None, cache_dir=None, num_workers=1)
 
@@ -59,12 +60,14 @@ def config(tmp_path, **data):
     return options(cache_dir=str(tmp_path / "cache"), **data)
 
 
-def read(path, tmp_path, split="train", sft=False, name=None, **data):
-    """(list of groups, counts) of a local path; everything goes to train unless a fraction is given."""
+def read(path, tmp_path, split="train", sft=False, name=None, kind=None, **data):
+    """(list of groups, counts) of a local path, read for a kind of examples (sft: responses); everything goes to train
+    unless a fraction is given."""
+    kind = kind or ("responses" if sft else "pairs")
     data.setdefault("test_fraction", 0.0)
     if name:
         data["paths"] = {name: str(path)}
-    source = open_source(name or str(path), split, config(tmp_path, **data), sft)
+    source = open_source(name or str(path), split, config(tmp_path, **data), kind)
     return list(source.groups()), source.counts
 
 

@@ -14,8 +14,12 @@ TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "yes"}]
 SFT = {"messages": chat("q", "yes")}
 
 
+def kind_of(sft):
+    return "responses" if sft else "pairs"
+
+
 def notices_of(path, tmp_path, sft=False, **data):
-    source = open_source(str(path), "train", config(tmp_path, **({"test_fraction": 0.0} | data)), sft)
+    source = open_source(str(path), "train", config(tmp_path, **({"test_fraction": 0.0} | data)), kind_of(sft))
     list(source.groups())
     return source.notices
 
@@ -73,15 +77,7 @@ def test_an_instruction_under_another_name_keeps_its_input(tmp_path):
         (SFT | {"tools": '[{"name": "search"}]'}, "column tools"),
         (SFT | {"images": ["a.png"]}, "column images is not supported: only text"),
         (SFT | {"reasoning_content": "hm"}, "column reasoning_content is not supported: write it into the response"),
-        (SFT | {"weight": 0.5}, "rows cannot weigh differently"),
-        (SFT | {"label": False}, "column label marks unpaired preferences"),
-        (SFT | {"label": True}, "keep the good responses"),
-        (SFT | {"kto_tag": "false"}, "column kto_tag marks unpaired"),
-        (SFT | {"label": "bad"}, "column label marks unpaired"),
-        (SFT | {"label": "Rejected"}, "column label marks unpaired"),
-        (SFT | {"label": -1}, "column label marks unpaired"),
-        ({"conversations": TURNS, "label": 0}, "column label marks unpaired"),
-        ({"prompt": "q", "completion": "no", "label": False}, "column label marks unpaired"),
+        (SFT | {"weight": 0.5}, "loss=sft weighs all rows alike"),
         ({"messages": chat("q", "yes", system="a"), "system": "b"}, "other than the one in column system"),
         ({"messages": [chat("q")[0], chat("q", "yes")[1] | {"reasoning_content": "hm"}]}, "has reasoning_content"),
         ({"messages": [chat("q")[0], chat("q", "yes")[1] | {"thinking": "hm"}]}, "has thinking"),

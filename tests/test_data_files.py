@@ -279,7 +279,7 @@ def test_a_snapshot_with_a_split_for_each_kind_of_loss_is_read_once(tmp_path):
         assert [g.prompt for g in read(tmp_path / "x", tmp_path, split)[0]] == [f"{split} prefs"]
         assert [g.prompt for g in read(tmp_path / "x", tmp_path, split, sft=True)[0]] == [f"{split} sft"]
     check_dataset_names([str(tmp_path / "x")], config(tmp_path))
-    (notice,) = open_source(str(tmp_path / "x"), "train", config(tmp_path), False).notices
+    (notice,) = open_source(str(tmp_path / "x"), "train", config(tmp_path)).notices
     assert "train_gen-00000" in notice and "train_sft-00000" in notice and "prefs" not in notice
     for file in (tmp_path / "x" / "data").glob("*_prefs*"):
         file.unlink()

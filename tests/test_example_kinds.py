@@ -21,9 +21,9 @@ PAIRS = np.array([[0, 0, 1], [0, 0, 2], [0, 2, 1], [1, 1, 0]], dtype=np.int32)
 
 
 def test_examples_of_each_kind():
-    assert examples_of_kind(PAIRS, "pairs") is PAIRS
-    assert examples_of_kind(PAIRS, "group").tolist() == [[0, -1, -1], [1, -1, -1]]
-    assert examples_of_kind(PAIRS, "unpaired").tolist() == [
+    assert examples_of_kind(PAIRS, "pairs")[0] is PAIRS
+    assert examples_of_kind(PAIRS, "group")[0].tolist() == [[0, -1, -1], [1, -1, -1]]
+    assert examples_of_kind(PAIRS, "unpaired")[0].tolist() == [
         [0, 0, -1],  # good in two pairs, one example
         [0, -1, 1],
         [0, -1, 2],

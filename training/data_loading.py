@@ -15,6 +15,7 @@ from data.examples import ONE_RESPONSE
 from data.options import mixture_weights
 from data.sampler import BatchSampler, DatasetMixture
 from data.tokenization import load_tokenized
+from losses import find_loss
 from modeling import loading
 from modeling.attention_kernels import is_packed, row_multiple
 from parallel.placement import Placement
@@ -52,6 +53,8 @@ def load_datasets(
             f"{'; '.join(str(dataset.counts) for dataset in datasets['train'])}"
         )
     check_text_options(config, datasets["train"])
+    check_scores(config, datasets)
+    check_labels(kind, datasets["train"])
     for split, found in datasets.items():
         for dataset, short_name in zip(found, short_names(config.datasets, config.data.paths), strict=True):
             dataset.short_name = short_name
@@ -103,6 +106,41 @@ def check_text_options(config: Settings, datasets: list) -> None:
                 f"data.{key}=true has no effect: every prompt in datasets={list(config.datasets)} is a conversation, "
                 f"which the chat template lays out in any case. Leave data.{key}=false"
             )
+
+
+def check_scores(config: Settings, datasets: dict[str, list]) -> None:
+    """Refuse a loss of scores on responses without one, and options about scores where there are none."""
+    inputs = find_loss(config.loss.name, config.loss.options).inputs
+    for dataset in (found for of_split in datasets.values() for found in of_split):
+        unknown = np.flatnonzero(np.isnan(dataset.scores))
+        if inputs.needs_scores and len(unknown):
+            first_responses = dataset.group_starts - np.arange(dataset.n_groups + 1)
+            group = int(np.searchsorted(first_responses, unknown[0], "right")) - 1
+            raise ValueError(
+                f"loss={config.loss.name} reads the scores of responses; data set {dataset.name} has none for "
+                f"{len(unknown):,} of {dataset.n_responses:,}, first in row {dataset.rows[group]}. Give columns "
+                "score_chosen and score_rejected, margin, or responses and scores, or name yours with data.columns"
+            )
+    scored = any(not np.isnan(dataset.scores).all() for dataset in datasets["train"])
+    for key in ("pairs", "min_score_gap"):
+        if not scored and getattr(config.data, key) != default(f"data.{key}"):
+            raise ValueError(
+                f"data.{key}={getattr(config.data, key)} has no effect: no response in datasets="
+                f"{list(config.datasets)} has a score. Leave data.{key}={default(f'data.{key}')}"
+            )
+
+
+def check_labels(kind: str, datasets: list) -> None:
+    """Refuse single responses that are all good or all bad: there is nothing to tell apart."""
+    if not kind.startswith("unpaired"):
+        return
+    good = sum(int((dataset.examples[:, 1] >= 0).sum()) for dataset in datasets)
+    every = sum(len(dataset.examples) for dataset in datasets)
+    if good in (0, every):
+        raise ValueError(
+            f"all {every:,} labelled responses are {'good' if good else 'bad'}: this loss learns to tell good from bad "
+            "ones. Give some of the other kind" + (", or choose loss=sft" if good else "")
+        )
 
 
 def evaluated_names(config: Settings, datasets: list) -> list[str]:

@@ -1,0 +1,116 @@
+"""Rows that rate responses: scores or ranks -> a PromptGroup whose pairs follow from them.
+
+Several rows of one prompt may each bring a response, so pairs are made when all rows are read: `rank_pairs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from dataclasses import dataclass
+
+from data.files import describe
+from data.row_formats import EMPTY, NO_PREFERENCE, SMALL_GAP, PromptGroup, header_of, prompt_of, with_input
+from data.row_values import column, list_of, number_of, text_of
+
+HOW = ("all", "best_worst", "adjacent", "random")
+# Where UltraFeedback's completions have their score, the first that there is.
+SCORE_FIELDS = ("overall_score", "score", "fine-grained_score", "rating", "reward")
+
+
+@dataclass(frozen=True)
+class PairRule:
+    """Which pairs a ranking gives: `data.pairs` and `data.min_score_gap`."""
+
+    how: str = "all"
+    min_gap: float = 0.0
+
+    @property
+    def is_default(self) -> bool:
+        return self == PairRule()
+
+
+def rank_pairs(group: PromptGroup, rule: PairRule) -> None:
+    """Give a group with scores the pairs that follow from them; those left out are counted in its `dropped`."""
+    scored = [(group.scores[text], index) for index, text in enumerate(group.responses) if text in group.scores]
+    ordered = [index for _, index in sorted(scored, key=lambda each: (-each[0], each[1]))]
+    score = {index: value for value, index in scored}
+    pairs = []
+    for better, worse in itertools.combinations(ordered, 2):
+        gap = score[better] - score[worse]
+        reason = NO_PREFERENCE if gap == 0 else SMALL_GAP if gap < rule.min_gap else None
+        if reason:
+            group.dropped[reason] = group.dropped.get(reason, 0) + 1
+        else:
+            pairs.append((better, worse))
+    if rule.how == "best_worst":
+        pairs = [pair for pair in pairs if pair == (ordered[0], ordered[-1])]
+    elif rule.how == "adjacent":
+        # Of each response the next worse one: where responses are level, the first of the level below.
+        pairs = [next(each for each in pairs if each[0] == first) for first in dict.fromkeys(p[0] for p in pairs)]
+    elif rule.how == "random" and pairs:
+        drawn = hashlib.blake2b(group.key().encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        pairs = [pairs[int.from_bytes(drawn, "big") % len(pairs)]]
+    group.pairs = pairs
+
+
+def ranked_group(prompt, rated: list[tuple[str, float]]) -> PromptGroup | str:
+    """The group of a prompt's rated responses; of equal texts the best rating counts."""
+    scores: dict[str, float] = {}
+    for text, score in rated:
+        if text.strip():
+            scores[text] = max(score, scores.get(text, -math.inf))
+    if not scores:
+        return EMPTY
+    best = max(scores, key=scores.__getitem__)
+    return PromptGroup(
+        prompt, list(scores), [], [best], header=header_of(prompt), sft_score=scores[best], scores=scores, ranked=True
+    )
+
+
+def parse_scored(row: dict) -> PromptGroup | str:
+    """{prompt, responses, scores}: a list of texts and a list of as many numbers."""
+    responses, scores = (list_of(column(row, name), name) for name in ("responses", "scores"))
+    if len(responses) != len(scores):
+        raise ValueError(f"there are {len(responses)} responses but {len(scores)} scores")
+    rated = [
+        (text_of(text, f"responses[{number}]"), number_of(score, f"scores[{number}]"))
+        for number, (text, score) in enumerate(zip(responses, scores))
+    ]
+    return ranked_group(prompt_of(column(row, "prompt")), rated)
+
+
+def parse_ultrafeedback(row: dict) -> PromptGroup | str:
+    """UltraFeedback's {instruction, completions: [{response, overall_score, ...}]}."""
+    rated = []
+    for number, each in enumerate(list_of(column(row, "completions"), "completions")):
+        where = f"completions[{number}]"
+        if not isinstance(each, dict):
+            raise ValueError(f"{where} must be an object with a response and a score, not {describe(each)}")
+        field = next((name for name in SCORE_FIELDS if each.get(name) is not None), None)
+        if field is None:
+            raise ValueError(f"{where} has no score; read are {', '.join(SCORE_FIELDS)}")
+        text = text_of(column(each, "response"), f"{where}.response")
+        rated.append((text, number_of(each[field], f"{where}.{field}")))
+    prompt = with_input(column(row, "instruction"), row.get("input"))
+    return ranked_group([{"role": "user", "content": prompt}], rated)
+
+
+def parse_nectar(row: dict) -> PromptGroup | str:
+    """Nectar's {prompt, answers: [{answer, rank}]}; rank 1 is the best, and scores are ranks with the sign turned."""
+    rated = []
+    for number, each in enumerate(list_of(column(row, "answers"), "answers")):
+        where = f"answers[{number}]"
+        if not isinstance(each, dict):
+            raise ValueError(f"{where} must be an object with answer and rank, not {describe(each)}")
+        rank = number_of(column(each, "rank"), f"{where}.rank")
+        rated.append((text_of(column(each, "answer"), f"{where}.answer"), -rank))
+    return ranked_group(prompt_of(column(row, "prompt")), rated)
+
+
+def parse_rated_response(attribute: str, row: dict) -> PromptGroup | str:
+    """{prompt, response} and a number in the column `attribute`, as HelpSteer has: one response a row."""
+    rated = [(text_of(column(row, "response"), "response"), number_of(column(row, attribute), attribute))]
+    prompt = column(row, "prompt")
+    return ranked_group(prompt_of(prompt), rated)
