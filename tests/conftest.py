@@ -73,9 +73,12 @@ def sharded(folder, pools):
 
     from runs import MODELS, STRONG, new_run_dir, placement, train_together
 
+    from losses import find_loss
+
     def run(size, name, *more, model="llama", loss="dpo", prepare=None, timeout=120):
         options = [*STRONG]
-        if loss != "sft" and "reference.mode=online" not in more:
+        reads_reference = loss == "mix" or find_loss(loss).reads_reference
+        if reads_reference and "reference.mode=online" not in more:
             # A cold cache, or these ranks would read what BasicTrainer computed.
             options.append(f"reference.cache_dir={new_run_dir(folder)}")
         return train_together(

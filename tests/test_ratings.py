@@ -58,7 +58,7 @@ def test_rows_of_the_wrong_kind_are_refused(tmp_path, rows, kind, message):
         read(write(tmp_path / "d.jsonl", rows), tmp_path, kind=kind)
 
 
-# ---- Rankings ---------------------------------------------------------------------------------------------------------
+# ---- Rankings --------------------------------------------------------------------------------------------------------
 
 RANKINGS = {
     "scored": [{"prompt": "q", "responses": ["b", "a", "c"], "scores": [2, 3, 1]}],

@@ -1,0 +1,64 @@
+"""Losses in real runs: on several processes, stopped and resumed, and beside TRL's implementations."""
+
+import signal
+
+import pytest
+import torch
+from runs import LLAMA, STRONG, assert_same_training, baseline, new_run_dir, settings_of, train
+
+from checkpoint import run_folder
+from losses import LOSSES
+
+# Losses of pairs without scores, which the rows of conftest's folder have not.
+NAMES = [name for name, loss in LOSSES.items() if name not in ("sft", "mix") and not loss.inputs.needs_scores]
+# One of each way in which the losses are computed; the others follow the same code, and are slow tests.
+KINDS = ("ipo", "simpo", "kto", "bco", "aot", "plackett_luce")
+MIX = (
+    "loss=mix",
+    "loss.parts=[{name: dpo, beta: 0.1}, {name: beta_dpo, beta: 0.1, weight: 0.5}]",
+    "loss.sft_weight=0.1",
+)
+
+
+def marked(names):
+    return [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("place", ["FULL_SHARD", "TP"])
+@pytest.mark.parametrize("name", marked(NAMES))
+def test_two_processes_train_as_one_does(folder, sharded, name, place):
+    runs = sharded(2, place, loss=name)
+    assert_same_training(baseline(folder, *LLAMA, f"loss={name}"), runs[0])
+    assert runs[1].losses == runs[0].losses
+
+
+def test_two_processes_train_a_mix_as_one_does(folder, sharded):
+    alone = train(folder, *LLAMA, *STRONG, *MIX)
+    assert_same_training(alone, sharded(2, "FULL_SHARD", *MIX[1:], loss="mix")[0])
+
+
+@pytest.mark.parametrize(
+    "options", [("loss=bco",), ("loss=beta_dpo",), ("loss=kto",), MIX], ids=lambda options: options[0]
+)
+def test_a_resumed_run_is_the_same_to_the_bit(folder, options):
+    """What a loss keeps from step to step is part of the state."""
+    options = (*LLAMA, *STRONG, *options, "n_examples=25", "debug=false", "checkpoint.formats=[state]")
+    whole, run_dir = train(folder, *options), new_run_dir(folder)
+    run_folder.make(settings_of(folder, *options, f"local_run_dir={run_dir}"))
+
+    def stopping(trainer):
+        step = trainer.train_step
+
+        def interrupted(s):
+            metrics = step(s)
+            if s.number == 1:
+                trainer.signals.received = signal.SIGTERM
+            return metrics
+
+        trainer.train_step = interrupted
+
+    with pytest.raises(SystemExit):
+        train(folder, *options, prepare=stopping, run_dir=run_dir)
+    rest = train(folder, *options, f"resume={run_dir}", run_dir=run_dir)
+    assert 1 <= len(rest.losses) < len(whole.losses) and rest.losses == whole.losses[-len(rest.losses) :]
+    assert all(torch.equal(whole.weights[name], value) for name, value in rest.weights.items())
