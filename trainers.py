@@ -131,6 +131,8 @@ class BasicTrainer(PreparedRun):
         self.optimizer.zero_grad(set_to_none=True)
         self.state.updates += 1
         self.state.loss_memory = self.objective.next_memory
+        if self.objective.reference is not None:
+            self.objective.reference.follow(self.state.updates)
         self.loss_scale.stepped()
         if problem := self.movement.update(self.config, self.world):
             self.notice(problem)

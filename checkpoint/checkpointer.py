@@ -61,6 +61,7 @@ class Checkpointer:
         self.best_metric, self.best_mode = settings.best_metric or DEFAULT_BEST_METRIC, None
         if watched and settings.best_metric in (None, watched[0]):
             self.best_metric, self.best_mode = watched
+        self.reference = None  # a model beside the policy's whose weights change, and are part of the state
         self.problem = None  # of the last save that ended; None if it went well
         self._pending: tuple[Save, Future] | None = None
         self._group = self._background = self._executor = self._lock = None
@@ -139,6 +140,8 @@ class Checkpointer:
             return self._conclude(save, {}, problem)
         if "state" in formats:
             tensors.update(model_tensors(model))
+            if self.reference is not None:
+                tensors.update(model_tensors(self.reference, "reference"))
             save.tensors = {key: to_host(tensor) for key, tensor in tensors.items()} if copy else tensors
         if "policy" in formats or "hf" in formats:
             save.full = full_state(model, self.world, copy)
@@ -252,7 +255,7 @@ class Checkpointer:
         Returns the trainer_state of that save. Raises ValueError, on all ranks alike, for a state that is damaged or
         does not fit the model or the optimizer.
         """
-        checked, problem = attempt(check_state, Path(step) / "state", self.world, model, optimizer)
+        checked, problem = attempt(check_state, Path(step) / "state", self.world, model, optimizer, self.reference)
         problem = self._agree(problem)
         if problem is None:
             problem = self._agree(attempt(checked.read_into, model, optimizer, self._group)[1])

@@ -33,9 +33,9 @@ MACHINE_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 # ---- taking out -----------------------------------------------------------------------------------------------------
 
 
-def model_tensors(model):
-    """{'model.<name>': tensor (as sharded)}: parameters and persistent buffers, tied ones once."""
-    return {"model." + names[0]: tensor.detach() for names, tensor in named_tensors(model)}
+def model_tensors(model, part="model"):
+    """{'<part>.<name>': tensor (as sharded)}: parameters and persistent buffers, tied ones once."""
+    return {f"{part}.{names[0]}": tensor.detach() for names, tensor in named_tensors(model)}
 
 
 def optimizer_tensors(model, optimizer):
@@ -180,8 +180,11 @@ class StateLoad:
             set_rng_state(self.rng)
 
 
-def check_state(folder: Path, world: World, model, optimizer) -> StateLoad:
-    """Finds everything that can be wrong with a state/ folder before anything is overwritten; raises ValueError."""
+def check_state(folder: Path, world: World, model, optimizer, reference=None) -> StateLoad:
+    """Finds everything that can be wrong with a state/ folder before anything is overwritten; raises ValueError.
+
+    reference: a model that changes while training, whose tensors are stored as the model's are.
+    """
     rng = None
     try:
         saved = read_trainer_state(folder)
@@ -190,30 +193,40 @@ def check_state(folder: Path, world: World, model, optimizer) -> StateLoad:
     except Exception as error:
         raise ValueError(f"{folder} is damaged ({type(error).__name__}: {error})") from None
     stored = InertReader(folder).read_metadata().state_dict_metadata
-    request, wrong, by_name = {}, [], {}
-    for names, tensor in named_tensors(model):
-        key = next((f"model.{name}" for name in names if f"model.{name}" in stored), None)
-        by_name.update(dict.fromkeys(names, tensor))
-        if key is None:
-            wrong.append(f"{names[0]} is missing")
-        elif tuple(stored[key].size) != tuple(tensor.shape) or stored[key].properties.dtype != tensor.dtype:
-            wrong.append(
-                f"{names[0]} is {tuple(stored[key].size)} {stored[key].properties.dtype}, "
-                f"the model has {tuple(tensor.shape)} {tensor.dtype}"
-            )
-        else:
-            request[key] = tensor.detach()
-    wrong += [
-        f"{key[len('model.') :]} is not in the model"
-        for key in stored
-        if key.startswith("model.") and key not in request and key[len("model.") :] not in by_name
-    ]
+    request: dict[str, torch.Tensor] = {}
+    wrong: list[str] = []
+    by_name = _check_model("model", model, stored, request, wrong)
+    if reference is not None:
+        _check_model("reference", reference, stored, request, wrong)
     states = {}
     if optimizer is not None:
         states = _check_optimizer(saved["optimizer"], stored, by_name, model, optimizer, request, wrong)
     if wrong:
         raise ValueError(listing(wrong))
     return StateLoad(folder, saved, request, states, rng)
+
+
+def _check_model(part: str, model, stored, request, wrong) -> dict[str, torch.Tensor]:
+    """Adds to `request` the tensors of a model that are to be read, and to `wrong` what does not fit; all by name."""
+    by_name: dict[str, torch.Tensor] = {}
+    for names, tensor in named_tensors(model):
+        key = next((f"{part}.{name}" for name in names if f"{part}.{name}" in stored), None)
+        by_name.update(dict.fromkeys(names, tensor))
+        if key is None:
+            wrong.append(f"{names[0]} of the {part} is missing")
+        elif tuple(stored[key].size) != tuple(tensor.shape) or stored[key].properties.dtype != tensor.dtype:
+            wrong.append(
+                f"{names[0]} is {tuple(stored[key].size)} {stored[key].properties.dtype}, "
+                f"the {part} has {tuple(tensor.shape)} {tensor.dtype}"
+            )
+        else:
+            request[key] = tensor.detach()
+    wrong += [
+        f"{key.removeprefix(part + '.')} is not in the {part}"
+        for key in stored
+        if key.startswith(f"{part}.") and key not in request and key.removeprefix(f"{part}.") not in by_name
+    ]
+    return by_name
 
 
 def _check_optimizer(description, stored, by_name, model, optimizer, request, wrong):

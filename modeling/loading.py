@@ -54,6 +54,11 @@ def source_of(config: Settings) -> str | None:
     return local if local and os.path.isdir(local) else config.model.name_or_path
 
 
+def origin_of(config: Settings) -> str:
+    """What a model's weights are, in words."""
+    return str(config.model.archive or source_of(config) or "a random model")
+
+
 def archive_of(config: Settings) -> tuple[str, str] | None:
     """(kind, path) of `model.archive`, see checkpoint.archives.locate; None if the run has none."""
     if not config.model.archive:

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from checkpoint.names import clean_name
 from data.batching import to_device
 from modeling.digest import weights_digest
 from modeling.reference_cache import CachedResponses, ReferenceCache
@@ -16,6 +18,7 @@ from modeling.reference_key import allowed_rounding, computation_digest, probe_u
 from modeling.sharded import reshard_after_eval
 from settings import Settings
 from settings.precision import mixed_dtype
+from settings.reference import has_own_weights
 from utils import broadcast_object, digest, gather_objects, get_local_dir
 
 SAVE_SECONDS = 60  # between two saves while values are computed
@@ -35,6 +38,7 @@ class Reference:
         model: the reference itself with reference.mode=online, else None.
         key: fingerprint of its weights and precision, for a resumed run to compare.
         starts_as_policy: whether the policy before its first update computes the very same.
+        own_weights: whether it is another model than the policy before its first update.
     """
 
     def __init__(
@@ -53,15 +57,18 @@ class Reference:
         self.reporter, self.world = reporter, world
         self.device = torch.device(world.device)
         self.model: torch.nn.Module | None = None
-        dtype = config.model.reference_dtype or config.model.policy_dtype
+        dtype, own = config.model.reference_dtype or config.model.policy_dtype, has_own_weights(config)
+        self.own_weights = own
         self._dtype, self._compute_dtype = dtype, mixed_dtype(config) or dtype
-        self.key = f"{weights_digest(policy, world)}-{dtype}-{self._compute_dtype}"
-        self.starts_as_policy = dtype == config.model.policy_dtype
-        if config.reference.mode == "online":
-            self.model = build_frozen(dtype)
+        # The policy is the reference before its first update; other weights or another precision need their own model.
+        self.starts_as_policy = dtype == config.model.policy_dtype and not own
+        online = config.reference.mode == "online"
+        scorer = policy if self.starts_as_policy and not online else build_frozen(dtype)
+        self.key = f"{weights_digest(scorer if own else policy, world)}-{dtype}-{self._compute_dtype}"
+        if online:
+            self.model = scorer
             return
-        # The policy is the reference before its first update; only another precision needs a model of its own.
-        self._scorer = policy if self.starts_as_policy else build_frozen(dtype)
+        self._scorer = scorer
         self._cache = self._open_cache()
         self._check()
         for split in ("eval", "train"):
@@ -88,11 +95,24 @@ class Reference:
         close = (found - unmoved).abs() <= allowed_rounding(batch.lengths, self._compute_dtype)
         return torch.where(close, unmoved, found)
 
+    @torch.no_grad()
+    def follow(self, updates: int) -> None:
+        """Call after each update of the policy: where it is due, take over a share of its weights (TR-DPO, arXiv
+        2404.09656, eqs. 3 and 4). Both are sharded alike, so each rank mixes its own parts."""
+        every = self.config.reference.sync_every
+        if every is None or updates % every:
+            return
+        assert self.model is not None
+        theirs = {clean_name(name): parameter for name, parameter in self.policy.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            own, new = local_part(parameter), local_part(theirs[clean_name(name)])
+            own.lerp_(new.to(own.device, own.dtype), self.config.reference.sync_mix)
+
     def _open_cache(self) -> ReferenceCache:
         """The values that are known already, on all ranks: those that rank 0 finds on disk."""
         config, world = self.config, self.world
         folder = config.reference.cache_dir or os.path.join(get_local_dir(config.local_dirs), "reference")
-        computation = computation_digest(self.policy, self._dtype, self._compute_dtype)
+        computation = computation_digest(self._scorer, self._dtype, self._compute_dtype)
         files = {
             split: [CachedResponses(cache_name(data, self._probe(split, data)), data.n_scored) for data in many]
             for split, many in self.datasets.items()
@@ -165,6 +185,11 @@ class Reference:
                     f"The reference gives response {response} of {self.datasets[split][dataset].name} ({split}) the "
                     f"log-prob {value}. Use model.reference_dtype=float32, or look at the model's weights."
                 )
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def cache_name(dataset, probe: str) -> str:

@@ -89,6 +89,10 @@ class ReferenceSettings:
 
     mode: Literal["cached", "online"] = key("log-probs computed once, or a live model")
     cache_dir: str | None = key("where they are kept; null: under the local dir", may_change=True, per_node=True)
+    name_or_path: str | None = key("another model; null: the policy's")
+    archive: str | None = key("weights to start it from; null: those that the policy starts from")
+    sync_every: int | None = key("updates after which it follows the policy; null: it stays", low=1)
+    sync_mix: float = key("share of the policy in what it then is", low=0, high=1)
 
 
 @dataclass(frozen=True, kw_only=True)

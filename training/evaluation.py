@@ -13,6 +13,7 @@ from modeling.generation import generate_samples
 from parallel.placement import Placement
 from report.reporter import Reporter
 from settings import Settings
+from settings.reference import has_own_weights
 from training.objective import Objective, ScoredBatch
 from training.run_state import TrainState
 
@@ -105,7 +106,7 @@ class Evaluation:
             if first:
                 if self.objective.reference_model is not None:
                     state.reference_samples = write(self.objective.reference_model)
-                elif state.updates == 0:
+                elif state.updates == 0 and not has_own_weights(self.config):
                     state.reference_samples = texts  # nothing was learnt yet: the policy is the reference
                 bar.update(1)
         self._reshard()

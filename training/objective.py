@@ -178,7 +178,7 @@ class Objective:
     @property
     def reference_is_policy(self) -> bool:
         """Whether the only model of the reference is the policy before its first update."""
-        return self.reference is not None and self.reference.model is None
+        return self.reference is not None and self.reference.model is None and not self.reference.own_weights
 
     def accumulator(self, split: str, dataset_names: list[str], device: torch.device) -> MetricAccumulator:
         """For the metrics of a split."""

@@ -13,15 +13,16 @@ from losses import find_loss
 from modeling import attention, loading
 from modeling.attention_kernels import is_packed
 from modeling.loading import DTYPES
-from modeling.model_check import ModelLimits, check_model, check_token_ids
+from modeling.model_check import ModelLimits, check_model, check_same_tokenizer, check_token_ids
 from modeling.reference import Reference
 from parallel import rank_process
 from parallel.patience import patient_group
 from parallel.placement import make_placement
 from planning.token_budget import free_memory, token_budget
 from report.reporter import Reporter
-from settings import Settings, as_dict
+from settings import Settings, as_dict, replace
 from settings.precision import mixed_dtype
+from settings.reference import has_own_weights, reference_settings
 from training import nonfinite
 from training.attention_choice import choose_attention, shares_prefix
 from training.data_loading import evaluated_names, load_datasets, make_steps, training_mixture
@@ -145,6 +146,8 @@ class PreparedRun:
         self.optimizer = make_optimizer(config, self.placement.parameter_groups(self.policy))
         self.heartbeat.at("computing the reference's log-probs", 0, patient=True)
         self.objective.reference = self.make_reference()
+        if config.reference.sync_every is not None:
+            self.checkpointer.reference = self.objective.reference_model
         self.movement = MovementWatch(self.policy)
         if point is None:
             self.reporter.load_state(None)
@@ -164,7 +167,16 @@ class PreparedRun:
         """Refuse a model that cannot be trained or loaded before hours go into its data; what rows it takes."""
         self.heartbeat.at("checking the model", 0, patient=True)
         with patient_group(self.world) as group:  # the files may have to be downloaded
-            return run_on_main(lambda: check_model(self.config, self.tokenizer), self.world, group)
+            return run_on_main(self._check_models, self.world, group)
+
+    def _check_models(self) -> ModelLimits:
+        limits = check_model(self.config, self.tokenizer)
+        if has_own_weights(self.config):
+            own = reference_settings(self.config)
+            if self.config.reference.name_or_path:
+                check_same_tokenizer(self.tokenizer, own)
+            check_model(own, self.tokenizer)
+        return limits
 
     def choose_attention(self, unit) -> tuple[str, bool]:
         """(kernel, full_forward): how this model is scored, tried on a prompt with several responses."""
@@ -177,9 +189,22 @@ class PreparedRun:
         if not self.loss.needs_reference(self.loss_options):
             return None
 
+        config = reference_settings(self.config)
+        if has_own_weights(self.config):
+            policy, reference = loading.origin_of(self.config), loading.origin_of(config)
+            self.notice(f"The policy starts from {policy}, the reference is {reference}.")
+
         def build_frozen(dtype: str) -> torch.nn.Module:
-            model = self.placement.build_model(self.config, self.tokenizer, DTYPES[dtype], frozen=True)
-            attention.use_attention(model, self.kernel, self.full_forward, self.policy.attention_windows)
+            model = self.placement.build_model(config, self.tokenizer, DTYPES[dtype], frozen=True)
+            kernel, full_forward, windows = self.kernel, self.full_forward, self.policy.attention_windows
+            if self.config.reference.name_or_path:  # another model may not be scored as the policy is
+                same_rows = replace(config, {"model.attention": kernel, "prefix_sharing": self.share_prefix})
+                unit = longest_unit(self.sampler.mixture)
+                kernel, full_forward = choose_attention(
+                    same_rows, self.tokenizer, self.placement, model, unit, self.share_prefix, self.notice
+                )
+                windows = getattr(model, "attention_windows", ())
+            attention.use_attention(model, kernel, full_forward, windows)
             return model
 
         samplers = {"train": self.sampler, "eval": self.eval_sampler}

@@ -2,7 +2,7 @@
 
 from data.dataset_names import short_names
 from losses import find_loss
-from settings.checks.common import refuse_change
+from settings.checks.common import looks_like_path, must_exist, refuse_change
 from settings.messages import near_miss
 from settings.schema import Settings
 
@@ -12,10 +12,11 @@ def check(settings: Settings) -> None:
     loss.check_values(settings.loss.options)
     if not loss.needs_reference(settings.loss.options):
         why = "loss.reference_free=true" if loss.reads_reference else f"loss={loss.name}"
-        for key in ("reference.mode", "reference.cache_dir", "model.reference_dtype", "fsdp.reference_cpu_offload"):
+        keys = [f"reference.{name}" for name in vars(settings.reference)]
+        for key in (*keys, "model.reference_dtype", "fsdp.reference_cpu_offload"):
             refuse_change(settings, key, f"{why} uses no reference model")
-    elif settings.reference.mode == "online" and settings.reference.cache_dir:
-        raise ValueError("reference.cache_dir is for reference.mode=cached; with online nothing is kept on disk")
+    else:
+        _check_reference(settings)
     for key, metric in (
         ("early_stopping.metric", settings.early_stopping.metric),
         ("checkpoint.best_metric", settings.checkpoint.best_metric),
@@ -61,3 +62,27 @@ def check(settings: Settings) -> None:
         raise ValueError("guards.max_nonfinite_steps counts skipped steps: it needs guards.on_nonfinite=skip")
     if settings.guards.on_nonfinite == "skip" and not settings.guards.max_nonfinite_steps:
         raise ValueError("guards.on_nonfinite=skip needs guards.max_nonfinite_steps of 1 or more")
+
+
+def _check_reference(settings: Settings) -> None:
+    reference = settings.reference
+    if reference.mode == "online" and reference.cache_dir:
+        raise ValueError("reference.cache_dir is for reference.mode=cached; with online nothing is kept on disk")
+    for key, path in (("reference.name_or_path", reference.name_or_path), ("reference.archive", reference.archive)):
+        if path and (key == "reference.archive" or looks_like_path(path)):
+            must_exist(key, path)
+    if reference.sync_every is None:
+        refuse_change(settings, "reference.sync_mix", "reference.sync_every is null, so the reference stays as it is")
+        return
+    if reference.mode != "online":
+        raise ValueError(
+            f"reference.sync_every={reference.sync_every} changes the reference while training, so its log-probs "
+            "cannot be computed once: set reference.mode=online"
+        )
+    if reference.name_or_path:
+        raise ValueError(
+            f"reference.sync_every={reference.sync_every} mixes the policy's weights into the reference, which "
+            "reference.name_or_path makes another model; leave one of them out"
+        )
+    if reference.sync_mix == 0:
+        raise ValueError("reference.sync_mix=0 leaves the reference as it is; leave reference.sync_every=null instead")
