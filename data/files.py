@@ -94,7 +94,8 @@ def check_no_pipes(path) -> None:
 def read_rows(file, wanted=None):
     """Yields (number from 1, row as a dict) of one data file.
 
-    wanted: names of the columns of interest; columnar formats read no others. Raises ValueError on any fault.
+    wanted: names of the columns of interest; columnar formats read no others. A line that is no row comes as the
+    ValueError that says why: others can still be read. Raises ValueError on any other fault.
     """
     file = Path(file)
     kind, packed = _kind(file)
@@ -119,8 +120,14 @@ def column_names(file) -> list[str] | None:
     """
     kind, _ = _kind(file)
     if kind not in ("parquet", "arrow"):
-        first = next(read_rows(file), None)
-        return None if first is None else list(first[1])
+        first = None
+        for number, row in read_rows(file):
+            if not isinstance(row, ValueError):
+                return list(row)
+            first = first or ValueError(f"{row_location(file, number)}: {row}")
+        if first is not None:
+            raise first
+        return None
     check_regular(file)
     import pyarrow
     import pyarrow.parquet
@@ -159,17 +166,15 @@ def _lines(file, stream):
 def _read_json_lines(file, stream):
     for number, line in _lines(file, stream):
         if line.strip():
-            yield number, _json_object(file, number, line)
+            yield number, _json_object(line)
 
 
-def _json_object(file, number, line: bytes) -> dict:
+def _json_object(line: bytes) -> dict | ValueError:
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise ValueError(f"{row_location(file, number)}: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{row_location(file, number)}: expected a JSON object with columns, got {describe(row)}")
-    return row
+        return error
+    return row if isinstance(row, dict) else ValueError(f"expected a JSON object with columns, got {describe(row)}")
 
 
 def parse_json(data: bytes):
@@ -200,7 +205,7 @@ def _read_json(file, stream):
         first = json.loads(lines[filled[0]])
         if len(filled) > 1 or not _rows_inside(first):
             for number in filled:
-                yield number + 1, _json_object(file, number + 1, lines[number])
+                yield number + 1, _json_object(lines[number])
             return
     if not filled:
         return
@@ -216,9 +221,8 @@ def _read_json(file, stream):
             f"'data' or 'rows'; got {describe(whole)}"
         )
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{row_location(file, number)}: expected an object with columns, got {describe(row)}")
-        yield number, row
+        good = isinstance(row, dict)
+        yield number, row if good else ValueError(f"expected an object with columns, got {describe(row)}")
 
 
 def _is_json(line: bytes) -> bool:

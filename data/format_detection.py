@@ -1,9 +1,10 @@
 """Which format rows have, by their columns, and what columns mean that any of the formats may have beside its own."""
 
+from dataclasses import dataclass
 from functools import partial
 
 from data.files import describe, named
-from data.ranked_rows import parse_nectar, parse_rated_response, parse_scored, parse_ultrafeedback
+from data.ranked_rows import PairRule, parse_nectar, parse_rated_response, parse_scored, parse_ultrafeedback
 from data.row_formats import (
     BAD_RESPONSE,
     WEIGHT_ZERO,
@@ -40,6 +41,25 @@ SCORES = {
 }
 CONTEXT_COLUMNS = ("system", "weight", "margin", *LABELS, *SCORES["score_chosen"], *SCORES["score_rejected"],
                    *REFUSED_COLUMNS)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of a data set are read.
+
+    Attributes:
+        kind: of the examples that the loss takes (examples.py).
+        rule: which pairs a ranking gives.
+        score: the column that rates a row's only response.
+        skip_bad: leave rows out that cannot be read, instead of raising an error.
+        every_turn: learn all of the assistant's turns in a conversation (SFT), not the last one.
+    """
+
+    kind: str = "pairs"
+    rule: PairRule = PairRule()
+    score: str | None = None
+    skip_bad: bool = False
+    every_turn: bool = False
 
 
 def parse_row(parser, has_pairs: bool | None, kind: str, row: dict) -> PromptGroup | str:
@@ -185,13 +205,12 @@ USUAL_NAMES = {
 }
 
 
-def detect_format(columns, kind: str, score: str | None = None):
+def detect_format(columns, reading: Reading):
     """(parser, columns it reads) for data with these columns.
 
-    kind: of the examples that the loss takes (examples.py). score: the column that rates a row's only response.
     Raises ValueError when no format fits.
     """
-    columns = set(columns)
+    columns, kind, score = set(columns), reading.kind, reading.score
     if score is not None:
         rated = ("prompt", "response", score)
         if not columns.issuperset(rated):
@@ -222,6 +241,8 @@ def detect_format(columns, kind: str, score: str | None = None):
                 )
         if parser in NAMED:
             return parser, reads
+        if reading.every_turn and needed in (("messages",), ("conversations",)):
+            parser = partial(parse_messages, name=needed[0], every_turn=True)
         if parser is parse_implicit:
             parser = partial(parse_dialogues, next((each for each in USUAL_NAMES["prompt"] if each in columns), None))
         return partial(parse_row, parser, has_pairs, kind), (*reads, *CONTEXT_COLUMNS)

@@ -15,6 +15,7 @@ HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 # Why a row, a response or a pair is left out: the keys of the counts that every data set comes with.
 EMPTY, IDENTICAL, DIVERGED, NO_PREFERENCE = "dropped_empty", "dropped_identical", "dropped_diverged", "dropped_tied"
 WEIGHT_ZERO, SMALL_GAP, BAD_RESPONSE = "dropped_weight_zero", "dropped_small_gap", "dropped_labelled_bad"
+BAD_ROW = "dropped_bad_row"
 
 
 @dataclass
@@ -25,7 +26,8 @@ class PromptGroup:
     pairs: (chosen, rejected) indices into responses; (n, -1) and (-1, n) for a response that is good or bad by itself.
     weights: of the pairs, what their losses are multiplied by; empty for 1. scores: response -> how the data rate it.
     ranked: the pairs follow from the scores (ranked_rows.py), once all responses of the prompt are there.
-    sft_targets: the responses that SFT learns, an example each.
+    sft_targets: the responses that SFT learns, an example each. earlier_turns: (prompt, target) of further turns of the
+    same conversation that SFT learns, each an example by itself.
     row: number of the (first) source row, for messages. header: text at the end of a text prompt that opens the
     assistant's turn, which truncation keeps. sft_score: of a source that has one target a prompt; when rows merge, the
     first target of the highest score stays. None: all targets stay.
@@ -41,6 +43,7 @@ class PromptGroup:
     weights: list[float] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
     ranked: bool = False
+    earlier_turns: list[tuple[list[dict], str]] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -66,6 +69,7 @@ class PromptGroup:
             self.weights = (self.weights or ones[0]) + (other.weights or ones[1])
         renumbered.append(-1)  # at index -1: no response
         self.pairs += [(renumbered[first], renumbered[second]) for first, second in other.pairs]
+        self.earlier_turns += [turn for turn in other.earlier_turns if turn not in self.earlier_turns]
         for text, score in other.scores.items():
             self.scores.setdefault(text, score)
         if self.sft_score is None or other.sft_score is None:
@@ -280,17 +284,33 @@ def checked_group(prompt, responses, pairs, sft_target) -> PromptGroup | str:
     return group if group.responses or group.sft_targets else EMPTY
 
 
-def parse_messages(row: dict, name: str = "messages") -> PromptGroup | str:
-    """{messages}, or ShareGPT's {conversations}: SFT on the last message, which must be the assistant's."""
+def parse_messages(row: dict, name: str = "messages", every_turn: bool = False) -> PromptGroup | str:
+    """{messages}, or ShareGPT's {conversations}: SFT on the last message, which must be the assistant's.
+
+    every_turn: on all of the assistant's messages, each after all that comes before it. Messages of weight 0 are read,
+    but not learnt.
+    """
     value = column(row, name)
     messages = messages_of(value, name)
     if messages[-1]["role"] != "assistant":
         raise ValueError(f"{name} must end with an assistant message, not one of role {quoted(messages[-1]['role'])}")
     if len(messages) < 2:
         raise ValueError(f"{name} holds the assistant's message alone, without a prompt")
-    if list_of(value, name)[-1].get("weight") == 0:
+    weights = [message.get("weight") for message in list_of(value, name)]
+    first = len(messages) - 1 if not every_turn else 1
+    learnt = [
+        number
+        for number in range(first, len(messages))
+        if messages[number]["role"] == "assistant" and weights[number] != 0
+    ]
+    if not learnt:
         return WEIGHT_ZERO
-    return _sft_group(messages[:-1], messages[-1]["content"])
+    *earlier, last = learnt
+    group = _sft_group(messages[:last], messages[last]["content"])
+    if isinstance(group, PromptGroup):
+        turns = [(messages[:number], messages[number]["content"]) for number in earlier]
+        group.earlier_turns = [(prompt, target) for prompt, target in turns if target.strip()]
+    return group
 
 
 def parse_sharegpt_pair(row: dict) -> PromptGroup | str:

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from itertools import islice
 
 from data.files import named
-from data.format_detection import LABELS, detect_format
+from data.format_detection import LABELS, Reading, detect_format
 from data.ranked_rows import rank_pairs
-from data.row_formats import PromptGroup, parse_se, with_input
+from data.row_formats import BAD_ROW, PromptGroup, parse_se, with_input
 from data.row_values import MESSAGE_FIELDS, is_empty
 from data.splits import hold_out
 from data.workers import ordered_map
+
+MOST_NAMED = 3  # rows that cannot be read
 
 
 class RowStream:
@@ -28,15 +30,14 @@ class RowStream:
         parser, columns: of a named source, with the columns that it reads; None to go by the columns found.
         renames: canonical -> actual column names.
         test_share: the part of the prompts that is held out for testing, None where the test split is its own.
-        kind: of the examples that the loss takes. by_row: see `hold_out`. workers: processes for the costly parser.
-        rule: which pairs a ranking gives; score: the column that rates a row's only response.
+        by_row: see `hold_out`. workers: processes for the costly parser. reading: how rows are read.
 
     notices: what the user should see once, complete when all groups were read.
     """
 
-    def __init__(self, name, split, rows, parser, columns, renames, test_share, kind, by_row, workers, rule, score):
-        self.name, self.split, self.rows, self.kind = name, split, rows, kind
-        self.rule, self.score = rule, score
+    def __init__(self, name, split, rows, parser, columns, renames, test_share, by_row, workers, reading: Reading):
+        self.name, self.split, self.rows, self.reading = name, split, rows, reading
+        self.bad: list[str] = []  # the first rows that were left out, and why
         self.parser, self.columns, self.renames = parser, columns, renames
         self.test_share, self.by_row, self.workers = test_share, by_row, workers
         self.notices: list[str] = []
@@ -62,7 +63,7 @@ class RowStream:
         if self.parser is None:
             canonical = (names - set(self.renames.values())) | set(self.renames)
             try:
-                self.parser, self.columns = detect_format(canonical, self.kind, self.score)
+                self.parser, self.columns = detect_format(canonical, self.reading)
             except ValueError as error:
                 raise ValueError(f"data set {self.name} ({self.rows.label()}): {error}") from error
         elif not names & {self.renames.get(each, each) for each in self.columns}:
@@ -75,9 +76,9 @@ class RowStream:
         """Yields (file or data set, number, row under its canonical column names)."""
         wanted = self._wanted()
         for where, number, row in self.rows.read(wanted):
-            if not self._named:
+            if not self._named and not isinstance(row, ValueError):
                 self._note(row, wanted)
-            yield where, number, self._renamed(where, number, row) if self.renames else row
+            yield where, number, self._renamed(row) if self.renames and not isinstance(row, ValueError) else row
 
     def _wanted(self) -> set[str]:
         """The columns to read, by their names in the data."""
@@ -97,23 +98,23 @@ class RowStream:
         if self._named or self.parser is parse_se:
             return
         # Of pairs a label is not read.
-        wanted = self._wanted() - (set() if self.kind.startswith("unpaired") else set(LABELS))
+        wanted = self._wanted() - (set() if self.reading.kind.startswith("unpaired") else set(LABELS))
         for kind, names in (("columns", self._present - wanted), ("fields of messages", self._fields - MESSAGE_FIELDS)):
             if names:
                 yield f"data set {self.name}: {kind} that are not read: {named(names)}"
 
-    def _renamed(self, where, number, row) -> dict:
+    def _renamed(self, row: dict) -> dict | ValueError:
         taken = set(self.renames.values())
         renamed = {key: value for key, value in row.items() if key not in taken and key not in self.renames}
         for canonical, actual in self.renames.items():
             if actual not in row:
-                raise ValueError(
-                    f"{self.rows.describe(where, number)}: column '{actual}' (data.columns.{canonical}) "
-                    f"is missing; the row has {named(row)}"
-                )
+                return ValueError(f"column '{actual}' (data.columns.{canonical}) is missing; the row has {named(row)}")
             renamed[canonical] = row[actual]
         if self._input:
-            renamed["prompt"] = with_input(renamed["prompt"], row.get(self._input))
+            try:
+                renamed["prompt"] = with_input(renamed["prompt"], row.get(self._input))
+            except ValueError as error:
+                return error
         return renamed
 
     def _parsed(self):
@@ -127,14 +128,19 @@ class RowStream:
         for chunk in parsed:
             for where, number, group in chunk:
                 if isinstance(group, ValueError):
-                    raise ValueError(f"{self.rows.describe(where, number)}: {group}") from group
+                    problem = f"{self.rows.describe(where, number)}: {group}"
+                    if not self.reading.skip_bad:
+                        raise ValueError(f"{problem}. data.on_bad_row=skip leaves such rows out") from group
+                    if len(self.bad) < MOST_NAMED:
+                        self.bad.append(problem)
+                    group = BAD_ROW
                 yield group
 
     def _keys(self):
         """Yields a 64-bit number a row, equal for rows of the same prompt, 0 for rows that are certainly dropped."""
         if self.parser is parse_se:  # its HTML identifies a question as well as its text, which is costly to make
             for _, _, row in self._rows():
-                yield _hash(str(row.get("question")))
+                yield 0 if isinstance(row, ValueError) else _hash(str(row.get("question")))
         else:
             for group in self._parsed():
                 yield 0 if isinstance(group, str) else _hash(group.key())
@@ -147,6 +153,7 @@ class RowStream:
         waiting = _repeated(key for index, key in enumerate(keys) if belongs(index, key))
         merged: dict[int, dict[str, PromptGroup]] = defaultdict(dict)
         seen = 0
+        self.bad.clear()  # the second reading finds them again
         for index, group in enumerate(self._parsed()):
             seen += 1
             if seen > len(keys):
@@ -173,14 +180,22 @@ class RowStream:
                 del waiting[key], merged[key]
             counts["groups"] += len(same)
             for whole in same.values():
-                if whole.ranked or (whole.scores and not self.rule.is_default):
+                if whole.ranked or (whole.scores and not self.reading.rule.is_default):
                     before = Counter(whole.dropped)
-                    rank_pairs(whole, self.rule)
+                    rank_pairs(whole, self.reading.rule)
                     counts.update(Counter(whole.dropped) - before)
+                counts["groups"] += len(whole.earlier_turns)
                 yield whole
+                for prompt, target in whole.earlier_turns:
+                    yield PromptGroup(prompt, [target], [], [target], whole.row)
         if seen != len(keys):
             raise ValueError(f"data set {self.name}: {self.rows.label()} changed while it was read")
         self.notices += [text for text in self._unread() if text not in self.notices]
+        if counts[BAD_ROW]:
+            first = "; ".join(self.bad[:MOST_NAMED])
+            self.notices.append(
+                f"data set {self.name}: {counts[BAD_ROW]:,} rows cannot be read and are left out; first: {first}"
+            )
         assert not merged, "every row of a repeated prompt was seen"
         if not counts["rows"] and self.split == "train":
             raise ValueError(
@@ -194,7 +209,7 @@ def _parse_rows(parser, rows) -> list:
     done = []
     for where, number, row in rows:
         try:
-            group = parser(row)
+            group = row if isinstance(row, ValueError) else parser(row)
             if isinstance(group, PromptGroup):
                 group.row = number
         except ValueError as error:

@@ -3,6 +3,7 @@
 tokenization.py encodes the groups.
 """
 
+import dataclasses
 import hashlib
 import importlib
 import importlib.util
@@ -21,7 +22,7 @@ from atomic_files import checksum, hasher
 from data.dataset_names import key_of
 from data.examples import rows_of
 from data.files import column_names, describe, fingerprint_files, looks_like_path, read_rows, row_location
-from data.format_detection import CANONICAL_COLUMNS
+from data.format_detection import CANONICAL_COLUMNS, Reading
 from data.options import DataOptions
 from data.ranked_rows import PairRule
 from data.row_formats import PromptGroup, checked_group, parse_se
@@ -187,7 +188,6 @@ def open_source(name: str, split: str, config: DataOptions, kind: str = "pairs")
     load_plugins(config.data.plugins)
     place, target, named = _resolve(name, config)
     responses_only = kind == "responses"
-    rule = PairRule(config.data.pairs, float(config.data.min_score_gap))
     truncation = config.data.truncation or (named.truncation if named else "keep_end")
     renames = _columns_for(name, config)
     if place == "function":
@@ -208,8 +208,14 @@ def open_source(name: str, split: str, config: DataOptions, kind: str = "pairs")
     parser, columns = (named.parser, named.columns) if named else (None, ())
     workers = worker_count(config.data.num_workers)
     by_row = test_share is not None and parser is parse_se
-    score = None if named else config.data.score
-    stream = RowStream(name, split, rows, parser, columns, renames, test_share, kind, by_row, workers, rule, score)
+    reading = Reading(
+        kind,
+        PairRule(config.data.pairs, float(config.data.min_score_gap)),
+        None if named else config.data.score,
+        config.data.on_bad_row == "skip",
+        responses_only and config.data.train_on == "all",
+    )
+    stream = RowStream(name, split, rows, parser, columns, renames, test_share, by_row, workers, reading)
     own_test_split = "it has a test split" if separate else "" if test_share == fraction else "its test rows are fixed"
     identity = [
         content,
@@ -217,9 +223,7 @@ def open_source(name: str, split: str, config: DataOptions, kind: str = "pairs")
         renames,
         test_share,
         split if test_share is not None else "",
-        rows_of(kind),
-        vars(rule),
-        score,
+        dataclasses.asdict(dataclasses.replace(reading, kind=rows_of(kind))),
     ]
     fingerprint = checksum(json.dumps(identity, sort_keys=True).encode())
     if notice:

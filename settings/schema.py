@@ -70,6 +70,8 @@ class DataSettings:
     test_fraction: float = key("rows held out where a source has no test split", low=0, high=1, open=True)
     truncation: Literal["keep_end", "keep_start"] | None = key("end of a long prompt that stays; null: by source")
     on_overlong: Literal["truncate", "drop", "error"] = key("an example too long after its prompt was cut")
+    on_bad_row: Literal["stop", "skip"] = key("a row that cannot be read")
+    train_on: Literal["last", "all"] = key("turns of the assistant's that SFT learns")
     pairs: Literal["all", "best_worst", "adjacent", "random"] = key("pairs that a ranking of responses gives")
     min_score_gap: float = key("pairs whose scores differ by less are left out", low=0)
     score: str | None = key("column that rates the only response of a row; null: none")

@@ -1,6 +1,7 @@
 """Columns and fields beside those of a format: read for what they mean, refused, or named in a notice."""
 
 import csv
+import json
 
 import numpy as np
 import pytest
@@ -193,3 +194,47 @@ def test_examples_of_several_completions_follow_the_groups(tmp_path):
     rows = [{"prompt": p, "completion": c} for p, c in (("p", "a"), ("q", "b"), ("p", "c"))]
     data = load(tmp_path, rows, byte_level(), sft=True)
     assert sorted(np.bincount(data.examples[:, 0]).tolist()) == [1, 2]
+
+
+# ---- Turns and rows that are left out -------------------------------------------------------------------------------
+
+
+def conversation(*turns):
+    """Turns of user and assistant; a pair (text, weight) has a weight."""
+    messages = []
+    for number, turn in enumerate(turns):
+        text, weight = turn if isinstance(turn, tuple) else (turn, None)
+        message = {"role": "assistant" if number % 2 else "user", "content": text}
+        messages.append(message if weight is None else message | {"weight": weight})
+    return {"messages": messages}
+
+
+def test_sft_on_all_turns_of_the_assistant(tmp_path):
+    rows = [conversation("q1", "a1", "q2", ("a2", 0), "q3", "a3"), conversation("q4", "a4", "q5", ("a5", 0))]
+    path = write(tmp_path / "d.jsonl", rows)
+    groups, counts = read(path, tmp_path, sft=True, train_on="all")
+    learnt = {(group.prompt[-1]["content"], len(group.prompt), group.sft_target) for group in groups}
+    assert learnt == {("q1", 1, "a1"), ("q3", 5, "a3"), ("q4", 1, "a4")} and counts["groups"] == 3
+    groups, counts = read(path, tmp_path, sft=True)
+    assert [group.sft_target for group in groups] == ["a3"] and counts["dropped_weight_zero"] == 1
+
+
+def test_rows_that_cannot_be_read_are_skipped_if_asked_for(tmp_path):
+    good = [{"prompt": f"q{n}", "chosen": "a", "rejected": "b"} for n in range(4)]
+    lines = [json.dumps(row) for row in good]
+    lines[1:1] = ["{broken", json.dumps({"prompt": 3, "chosen": "a", "rejected": "b"}), "[1]"]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(["{not json", *lines]))
+    with pytest.raises(ValueError, match=r"line 1: invalid JSON.*"):
+        read(path, tmp_path)
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"line 2: invalid JSON.*data.on_bad_row=skip leaves such rows out"):
+        read(path, tmp_path)
+    groups, counts = read(path, tmp_path, on_bad_row="skip")
+    assert [group.prompt for group in groups] == ["q0", "q1", "q2", "q3"] and counts["dropped_bad_row"] == 3
+    (notice,) = notices_of(path, tmp_path, on_bad_row="skip")
+    assert notice.startswith(f"data set {path}: 3 rows cannot be read and are left out; first: {path}, line 2: invalid")
+    assert "line 3: prompt must be text" in notice and "line 4: expected a JSON object" in notice
+    csv = tmp_path / "d.csv"
+    csv.write_text("prompt,chosen,rejected,scores\nq,a,b,\n")
+    assert len(read(csv, tmp_path, on_bad_row="skip")[0]) == 1

@@ -3,13 +3,15 @@
 from datetime import datetime
 
 from data.dataset_names import key_of
-from settings.checks.common import looks_like_path, must_exist
+from settings.checks.common import looks_like_path, must_exist, refuse_change
 from settings.key import is_number
 from settings.messages import near_miss, show
 from settings.schema import DataSettings, Settings
 
 
 def check(settings: Settings) -> None:
+    if settings.loss.name != "sft":
+        refuse_change(settings, "data.train_on", f"loss={settings.loss.name} learns the last response of a row")
     if not settings.datasets:
         raise ValueError("datasets=[] names no data: give at least one, such as datasets=[hh]")
     for name in settings.datasets:
