@@ -57,7 +57,6 @@ def test_a_saved_datasets_folder(tmp_path):
         ("d.csv", b"prompt,prompt\na,b\n", "two columns of the same name"),
         ("d.csv", b'prompt,chosen,rejected\na,"b,c\n', "invalid CSV"),
         ("d.jsonl", b'{"text": "a"}', r"columns \['text'\] fit no known format"),
-        ("d.jsonl", b'{"prompt": "a", "completion": "b", "label": true}', "unpaired preferences"),
     ],
 )
 def test_broken_files(tmp_path, name, content, complaint):

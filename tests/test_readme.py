@@ -89,9 +89,9 @@ def test_the_worked_examples_work(copy):
             assert not path.exists(), f"{what} exists already"
             path.write_text(text, encoding="utf-8")
     configs = [yaml.safe_load(path.read_text()) for path in copy.glob("runs/*/*/config.yaml")]
-    assert {config["loss"]["name"] for config in configs} >= {"hinge", "sft", "dpo"}
-    (hinge,) = [config["loss"] for config in configs if config["loss"]["name"] == "hinge"]
-    assert hinge == {"name": "hinge", "beta": 0.1, "margin": 0.5}
+    assert {config["loss"]["name"] for config in configs} >= {"squared_hinge", "sft", "dpo"}
+    (hinge,) = [config["loss"] for config in configs if config["loss"]["name"] == "squared_hinge"]
+    assert hinge == {"name": "squared_hinge", "beta": 0.1, "margin": 0.5}
     # What the example's function does not take is refused before weights are read, and a wrong type before that.
     for override, words in (
         ("loss.margin=wide", "loss.margin=wide is not allowed"),

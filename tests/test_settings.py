@@ -102,15 +102,16 @@ def test_the_defaults_of_the_dpo_reference_implementation():
     assert {key: config[key] for key in REFERENCE_DEFAULTS} == REFERENCE_DEFAULTS
     assert config["wandb"]["enabled"] is True and config["wandb"]["project"] == "direct-preference-optimization"
     dpo = OmegaConf.to_container(compose_config("model=tiny", "loss=dpo"))["loss"]
-    ours = dpo.pop("f_divergence")
-    assert dpo == {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False} and ours == "reverse_kl"
+    ours = [dpo.pop(key) for key in ("f_divergence", "alpha", "sft_weight")]
+    assert dpo == {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}
+    assert ours == ["reverse_kl", 0.5, 0]
 
 
 @pytest.mark.parametrize("group, option", [(g, o) for g in ("model", "loss", "fsdp") for o in settings.options(g)])
 def test_every_option_of_every_group(group, option):
     more = {
         "model": ["model.name_or_path=gpt2"] if option == "blank_model" else [],
-        "loss": ["model=tiny"],
+        "loss": ["model=tiny", *(["loss.parts=[{name: dpo, beta: 0.1}]"] if option == "mix" else [])],
         "fsdp": ["model=tiny", "trainer=FSDPTrainer", "world_size=2"],
     }[group]
     check(f"{group}={option}", *more)
