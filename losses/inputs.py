@@ -1,12 +1,13 @@
 """What a loss is given. The first argument of a loss is annotated with one of these classes, which declares its input.
 
 Each class names its example: what a step counts, what `batch_size` is made of, and what one entry of the returned
-losses belongs to. `select` takes a class's tensors out of the log-probs of a MicroBatch (data/batching.py).
+losses belongs to. `select` takes a class's tensors out of the log-probs of a MicroBatch (data/batching.py); of a class
+with `needs_tokens` it is given numbers of each token, too, which training/token_numbers.py makes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from utils import LazyModule
@@ -32,9 +33,10 @@ class ResponseLogps:
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "lengths/chosen")
     has_chosen: ClassVar[bool] = False  # beside others, so that loss.sft_weight has a meaning
     needs_scores: ClassVar[bool] = False
+    needs_tokens: ClassVar[str] = ""
 
     @classmethod
-    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> ResponseLogps:
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> ResponseLogps:
         """From log-probs [K] of a micro-batch's responses."""
         chosen = batch.pairs[:, 0]
         return cls(policy[chosen], batch.lengths[chosen])
@@ -64,9 +66,10 @@ class PairLogps:
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected")
     has_chosen: ClassVar[bool] = True
     needs_scores: ClassVar[bool] = False
+    needs_tokens: ClassVar[str] = ""
 
     @classmethod
-    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> PairLogps:
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> PairLogps:
         """From log-probs [K] of a micro-batch's responses."""
         chosen, rejected = batch.pairs[:, 0], batch.pairs[:, 1]
         return cls(
@@ -129,11 +132,83 @@ class ScoredPairLogps(PairLogps):
     needs_scores: ClassVar[bool] = True
 
     @classmethod
-    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> ScoredPairLogps:
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> ScoredPairLogps:
         """From log-probs [K] of a micro-batch's responses."""
         own = PairLogps.select(policy, reference, batch)
         chosen, rejected = batch.pairs[:, 0], batch.pairs[:, 1]
         return cls(**vars(own), chosen_scores=batch.scores[chosen], rejected_scores=batch.scores[rejected])
+
+
+@dataclass
+class FrontPairLogps(PairLogps):
+    """The same, and the log-probs of each response's first n tokens, n the length of the pair's shorter one; [E]."""
+
+    policy_chosen_front: torch.Tensor
+    policy_rejected_front: torch.Tensor
+    reference_chosen_front: torch.Tensor
+    reference_rejected_front: torch.Tensor
+
+    needs_tokens: ClassVar[str] = "logps"
+
+    @classmethod
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> FrontPairLogps:
+        """tokens: log-probs [N] of the tokens of all responses under the policy, and under the reference."""
+        own = PairLogps.select(policy, reference, batch)
+        lengths = batch.lengths.long()
+        first = lengths.cumsum(0) - lengths
+        shorter = lengths[batch.pairs].amin(dim=1)
+        fronts = []
+        for of_model in tokens:
+            # In float64, or differences of sums over a whole micro-batch would show its rounding.
+            sums = torch.nn.functional.pad(of_model.double().cumsum(0), (1, 0))
+            for side in (0, 1):
+                start = first[batch.pairs[:, side]]
+                fronts.append((sums[start + shorter] - sums[start]).to(of_model.dtype))
+        return cls(**vars(own), **dict(zip(_added(cls), fronts, strict=True)))
+
+
+@dataclass
+class CollisionPairLogps(PairLogps):
+    """The same, and the sum over each response's tokens of log sum_v p(v)^2 under the policy, [E] without gradient: the
+    log of the probability that two tokens drawn there are the same one."""
+
+    chosen_collision: torch.Tensor
+    rejected_collision: torch.Tensor
+
+    needs_tokens: ClassVar[str] = "collisions"
+
+    @classmethod
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> CollisionPairLogps:
+        """tokens: the log of that probability at each token of all responses, [N]."""
+        return cls(**vars(PairLogps.select(policy, reference, batch)), **_sums_of_pairs(cls, tokens, batch))
+
+
+@dataclass
+class DivergencePairLogps(PairLogps):
+    """The same, and the sum over each response's tokens of the KL divergence of the policy's distribution from the
+    reference's, KL(reference || policy), [E] with gradient."""
+
+    chosen_divergence: torch.Tensor
+    rejected_divergence: torch.Tensor
+
+    needs_tokens: ClassVar[str] = "divergence"
+
+    @classmethod
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> DivergencePairLogps:
+        """tokens: the divergence at each token of all responses, [N]."""
+        return cls(**vars(PairLogps.select(policy, reference, batch)), **_sums_of_pairs(cls, tokens, batch))
+
+
+def _added(cls) -> list[str]:
+    """Names of the fields that a class has more than PairLogps."""
+    return [each.name for each in fields(cls)[len(fields(PairLogps)) :]]
+
+
+def _sums_of_pairs(cls, tokens, batch) -> dict[str, torch.Tensor]:
+    """The fields of a class that are sums of the numbers [N] of all responses' tokens, by name."""
+    (numbers,) = tokens
+    sums = torch.stack([part.sum() for part in numbers.split(batch.lengths.long().tolist())])
+    return dict(zip(_added(cls), (sums[batch.pairs[:, 0]], sums[batch.pairs[:, 1]]), strict=True))
 
 
 @dataclass
@@ -154,9 +229,10 @@ class UnpairedLogps:
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected")
     has_chosen: ClassVar[bool] = True
     needs_scores: ClassVar[bool] = False
+    needs_tokens: ClassVar[str] = ""
 
     @classmethod
-    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> UnpairedLogps:
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> UnpairedLogps:
         """From log-probs [K] of a micro-batch's responses; an example is (k, -1) if good, (-1, k) if bad."""
         desirable = batch.pairs[:, 0] >= 0
         response = torch.where(desirable, batch.pairs[:, 0], batch.pairs[:, 1])
@@ -204,7 +280,7 @@ class UnpairedWithMismatched(UnpairedLogps):
     kind: ClassVar[str] = "unpaired_mismatched"
 
     @classmethod
-    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> UnpairedWithMismatched:
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> UnpairedWithMismatched:
         """From log-probs [K] of a micro-batch's responses."""
         own = UnpairedLogps.select(policy, reference, batch)
         return cls(
@@ -242,9 +318,10 @@ class GroupLogps:
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/responses", "lengths/responses")
     has_chosen: ClassVar[bool] = False
     needs_scores: ClassVar[bool] = False
+    needs_tokens: ClassVar[str] = ""
 
     @classmethod
-    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch) -> GroupLogps:
+    def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> GroupLogps:
         """From log-probs [K] of a micro-batch's responses."""
         return cls(policy, reference, batch.lengths, batch.group, batch.preferences, batch.scores, len(batch.pairs))
 
@@ -278,6 +355,9 @@ INPUTS = (
     ResponseLogps,
     PairLogps,
     ScoredPairLogps,
+    FrontPairLogps,
+    CollisionPairLogps,
+    DivergencePairLogps,
     UnpairedLogps,
     UnpairedWithMismatched,
     GroupLogps,

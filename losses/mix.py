@@ -69,6 +69,12 @@ def mix(options: Mapping[str, Any]) -> Loss:
     for number, part in enumerate(parts):
         for name in part.loss.metrics:
             metrics.setdefault(name, (number, name))
+    step_wide = [part.loss.name for part in parts if part.loss.step_wide]
+    if step_wide and inputs.needs_tokens:
+        raise ValueError(
+            f"loss.parts: {step_wide[0]} compares whole responses of a step, and cannot be added to a loss that looks "
+            "at single tokens"
+        )
     return Loss(
         "mix",
         WeightedSum(parts, metrics),
@@ -76,7 +82,7 @@ def mix(options: Mapping[str, Any]) -> Loss:
         reads_reference=any(part.loss.needs_reference(part.options) for part in parts),
         metrics=tuple(metrics),
         options=OPTIONS,
-        step_wide=any(part.loss.step_wide for part in parts),
+        step_wide=bool(step_wide),
         memory={f"{part.name}.{key}": first for part in parts for key, first in part.loss.memory.items()},
     )
 

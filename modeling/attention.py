@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 
 from modeling.attention_kernels import attend, is_packed, kernel_for, repeat_heads
 from modeling.rotary import separate_rows
-from modeling.scoring import response_logps, token_logps
+from modeling.scoring import response_logps, token_collisions, token_distributions, token_divergence, token_logps
 
 ATTENTION_NAME = "packed_prompt_groups"
 # What models pass beside the documented arguments and packed rows need not read: padding-free batches, switches for
@@ -116,7 +116,7 @@ def use_attention(model, kernel: str, full_forward: bool = False, windows: tuple
     model.full_forward = full_forward
     model.attention_windows = windows
     separate_rows(model)
-    for method in (response_logps, token_logps):
+    for method in (response_logps, token_logps, token_collisions, token_distributions, token_divergence):
         setattr(model, method.__name__, types.MethodType(method, model))
         if isinstance(model, FSDPModule):
             # Gathers the root's parameters before, and frees them after the backward pass.

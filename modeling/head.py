@@ -186,3 +186,42 @@ def head_scaling(model) -> tuple[float, float | None]:
     if getattr(config, "logits_scaling", None):
         scale /= float(config.logits_scaling)
     return scale, getattr(config, "final_logit_softcapping", None)
+
+
+# ---- More than the log-prob of one token -----------------------------------------------------------------------------
+
+
+def row_logps(head, hidden: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """Log-probs of the whole vocabulary, float32 [N, V], of hidden states [N, d]."""
+    logits = head(hidden).float() * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits.log_softmax(-1)
+
+
+def in_parts(function, head, hidden: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+    """function(hidden, *more) of a few rows at a time, [N], whose logits are computed again in the backward pass."""
+    vocabulary = getattr(head, "out_features", None) or head.weight.shape[0]
+    rows = max(16, head_bytes(hidden.device.type) // (4 * vocabulary))
+    parts = zip(*(tensor.split(rows) for tensor in (hidden, *more)))
+    return torch.cat([checkpoint(function, *part, use_reentrant=False) for part in parts])
+
+
+def log_collisions(head, hidden: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """log sum_v p(v)^2 at each row, float32 [N]."""
+    return in_parts(lambda rows: (2 * row_logps(head, rows, scale, softcap)).logsumexp(-1), head, hidden)
+
+
+def divergence_from(
+    head, hidden: torch.Tensor, reference: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """KL(reference || policy) at each row, float32 [N] with gradient.
+
+    Args:
+        hidden: [N, d], the policy's; reference: float32 [N, V], the reference's log-probs.
+    """
+
+    def of_rows(rows, theirs):
+        return (theirs.exp() * (theirs - row_logps(head, rows, scale, softcap))).sum(-1)
+
+    return in_parts(of_rows, head, hidden, reference)

@@ -12,6 +12,9 @@ from runs import LLAMA, STRONG, assert_same_training, baseline, train, write_dat
 
 from losses import LOSSES, find_loss
 from losses.inputs import (
+    CollisionPairLogps,
+    DivergencePairLogps,
+    FrontPairLogps,
     GroupLogps,
     PairLogps,
     ScoredGroupLogps,
@@ -45,8 +48,14 @@ def inputs_of(kind: type, policy: torch.Tensor, reference: torch.Tensor):
     lengths = 1.0 + own.to(policy.dtype) % 5
     if issubclass(kind, PairLogps):
         parts = [part[start::2] for part in (policy, reference) for start in (0, 1)]
-        scores = () if kind is PairLogps else (lengths[::2] + 1, lengths[1::2])
-        return kind(*parts, lengths[::2], lengths[1::2], *scores)
+        more = {
+            PairLogps: (),
+            ScoredPairLogps: (lengths[::2] + 1, lengths[1::2]),
+            FrontPairLogps: tuple(part / 2 for part in parts),
+            CollisionPairLogps: ((parts[0] / 2).detach(), (parts[1] / 3).detach()),
+            DivergencePairLogps: (-parts[0] / 3, -parts[1] / 2),
+        }[kind]
+        return kind(*parts, lengths[::2], lengths[1::2], *more)
     if issubclass(kind, UnpairedLogps):
         more = (policy[:2], reference[:2]) if kind is UnpairedWithMismatched else ()
         return kind(policy, reference, own % 2 == 0, lengths, *more)
@@ -149,6 +158,45 @@ def test_alignment_by_optimal_transport_sorts_the_step():
     assert compute("aot_unpaired", pairs, beta=BETA).losses.tolist() == pytest.approx(expected)
 
 
+def token_batch():
+    """Two responses of 2 and 4 tokens, a pair."""
+
+    class Batch:
+        lengths, pairs = torch.tensor([2.0, 4.0]), torch.tensor([[0, 1]])
+
+    return Batch
+
+
+def test_length_desensitised_dpo():
+    policy, reference = values(-1, -2, -1, -1, -3, -4), values(-2, -2, -1, -2, -3, -3)
+    sums = values(-3, -9), values(-4, -9)
+    pairs = FrontPairLogps.select(*sums, token_batch(), (policy, reference))
+    # Of the longer response the first two tokens count whole, the other two half.
+    h = (-3 + 4) - ((-2 - 7 / 2) - (-3 - 6 / 2))
+    assert compute("ld_dpo", pairs, beta=BETA, alpha=0.5).losses.item() == pytest.approx(logistic(0.1 * h))
+    assert compute("ld_dpo", pairs, beta=BETA, alpha=1.0).losses.item() == pytest.approx(logistic(0.1 * (1 - 0)))
+
+
+def test_weights_of_wpo():
+    sums = values(-3, -9), values(-4, -9)
+    pairs = CollisionPairLogps.select(*sums, token_batch(), (values(-0.5, -0.5, -1, -1, -1, -2),))
+    weight = math.exp((-3 + 1) / 2) * math.exp((-9 + 5) / 4)
+    output = compute("wpo", pairs, beta=BETA)
+    assert output.losses.item() == pytest.approx(weight * logistic(0.1 * 1))
+    assert output.metrics["pair_weight"].item() == pytest.approx(weight)
+
+
+def test_token_level_dpo():
+    sums = values(-3, -9), values(-4, -9)
+    divergence = values(0.1, 0.2, 0.3, 0.1, 0.2, 0.3).requires_grad_()
+    pairs = DivergencePairLogps.select(*sums, token_batch(), (divergence,))
+    assert compute("tdpo", pairs, beta=BETA, variant="tdpo1").losses.item() == pytest.approx(logistic(0.1 * (1 - 0.6)))
+    second = compute("tdpo", pairs, beta=BETA, alpha=0.5).losses
+    assert second.item() == pytest.approx(logistic(0.1 * (1 - 0.3)))
+    (slope,) = torch.autograd.grad(second.sum(), divergence)
+    assert slope[:2].tolist() == [0, 0] and (slope[2:] > 0).all()
+
+
 def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
@@ -226,7 +274,9 @@ def test_numeric_gradients_and_metrics_without_gradient(name, changes):
     policy.requires_grad_()
     if name == "beta_dpo":  # its beta is a constant of the step, which a numeric gradient would move
         changes = changes | {"alpha": 0.0}
-    frozen = inputs_of(kind, policy.detach(), reference)
+    if name == "tdpo":  # tdpo2 leaves out a part of the gradient on purpose: see its own test
+        changes = changes | {"variant": "tdpo1"}
+    frozen = inputs_of(kind, policy.detach().clone(), reference)
 
     def losses(policy):
         inputs = inputs_of(kind, policy, reference)
@@ -234,6 +284,9 @@ def test_numeric_gradients_and_metrics_without_gradient(name, changes):
             inputs.mismatched_policy = frozen.mismatched_policy
         if name == "bco":  # the baseline carries no gradient, but moves with a numeric one
             return LOSSES[name](inputs, beta=BETA, memory={"reward_sum": 0.0, "reward_count": 1e12}).losses
+        if name == "wpo":  # a pair's weight is a constant, which a numeric gradient would move
+            output = compute(name, inputs)
+            return output.losses / output.metrics["pair_weight"] * compute(name, frozen).metrics["pair_weight"]
         return compute(name, inputs, **changes).losses
 
     assert torch.autograd.gradcheck(losses, (policy,))
@@ -259,7 +312,10 @@ def test_start_is_the_loss_of_the_reference_itself(name):
     loss, options = LOSSES[name], options_of(name)
     policy = values(-3, -9, -4, -2)
     memory = {"memory": dict(loss.memory)} if loss.memory else {}
-    found = loss(inputs_of(loss.inputs, policy, policy), **options, **memory).losses
+    inputs = inputs_of(loss.inputs, policy, policy)
+    if isinstance(inputs, DivergencePairLogps):
+        inputs.chosen_divergence = inputs.rejected_divergence = torch.zeros_like(policy[::2])
+    found = loss(inputs, **options, **memory).losses
     assert found.tolist() == pytest.approx([loss.starting_point(options).value] * len(found), rel=1e-9)
     assert loss.starting_point(options | {"sft_weight": 0.1}) is None
 
@@ -312,12 +368,17 @@ def folder(tmp_path_factory):
     return folder
 
 
+def online(name):
+    """What a loss asks for that looks at the reference token by token."""
+    return ["reference.mode=online"] if LOSSES[name].inputs.needs_tokens in ("logps", "divergence") else []
+
+
 WITHOUT_SCORES = [name for name in FAMILY if not LOSSES[name].inputs.needs_scores]
 
 
 @pytest.mark.parametrize("name", WITHOUT_SCORES)
 def test_the_update_does_not_depend_on_micro_batches(folder, name):
-    options = (*LLAMA, f"loss={name}")
+    options = (*LLAMA, f"loss={name}", *online(name))
     run = baseline(folder, *options)
     assert_same_training(run, train(folder, *options, *STRONG, "tokens_per_microbatch=64"))
 

@@ -12,7 +12,7 @@ from losses import LOSSES
 # Losses of pairs without scores, which the rows of conftest's folder have not.
 NAMES = [name for name, loss in LOSSES.items() if name not in ("sft", "mix") and not loss.inputs.needs_scores]
 # One of each way in which the losses are computed; the others follow the same code, and are slow tests.
-KINDS = ("ipo", "simpo", "kto", "bco", "aot", "plackett_luce")
+KINDS = ("simpo", "kto", "bco", "aot", "plackett_luce", "tdpo", "wpo")
 MIX = (
     "loss=mix",
     "loss.parts=[{name: dpo, beta: 0.1}, {name: beta_dpo, beta: 0.1, weight: 0.5}]",
@@ -27,8 +27,10 @@ def marked(names):
 @pytest.mark.parametrize("place", ["FULL_SHARD", "TP"])
 @pytest.mark.parametrize("name", marked(NAMES))
 def test_two_processes_train_as_one_does(folder, sharded, name, place):
-    runs = sharded(2, place, loss=name)
-    assert_same_training(baseline(folder, *LLAMA, f"loss={name}"), runs[0])
+    online = LOSSES[name].inputs.needs_tokens in ("logps", "divergence")
+    more = ["reference.mode=online"] if online else []
+    runs = sharded(2, place, *more, loss=name)
+    assert_same_training(baseline(folder, *LLAMA, f"loss={name}", *more), runs[0])
     assert runs[1].losses == runs[0].losses
 
 

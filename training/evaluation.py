@@ -63,7 +63,7 @@ class Evaluation:
                         continue
                     batch = batch.to(device)
                     if step_wide:
-                        scored = ScoredBatch.of(batch, *self.objective.score("eval", batch))
+                        scored = ScoredBatch.of(batch, *self.objective.score("eval", batch)[:2])
                         kept.append((batch.datasets, scored))
                     else:
                         sums.add(batch.datasets, self.objective("eval", batch)[1])

@@ -14,6 +14,7 @@ from losses import Loss
 from modeling.reference import Reference
 from parallel.placement import Placement
 from training.metrics import ExampleMetrics, MetricAccumulator
+from training.token_numbers import TOKEN_NUMBERS, sum_responses
 
 # Of a micro-batch: gradient of the step's loss with respect to its log-probs [K], losses [E], metrics.
 Found: TypeAlias = tuple[torch.Tensor, torch.Tensor, ExampleMetrics]
@@ -99,27 +100,36 @@ class Objective:
             total = (self.policy.response_logps(batch) * slope.to(batch.lengths.device)).sum()
             # The losses' own values, and in sum the gradient that the whole step gives them.
             return losses.to(total.device) + (total - total.detach()) / len(losses), metrics
-        policy, reference = self.score(split, batch)
-        return self._outputs(policy, reference, batch)
+        policy, reference, numbers = self.score(split, batch)
+        inputs = self.loss.inputs.select(policy, reference, batch, numbers)
+        output = self.loss(inputs, **self.options)
+        output.losses = output.losses * batch.weights
+        return output.losses, ExampleMetrics.of(inputs, output)
 
     def idle_pass(self, idle_batch: MicroBatch) -> torch.Tensor:
         """What a rank without examples computes in a training pass, so that collectives match: 0, with gradients."""
         if self.loss.step_wide:  # the reference was asked when the step was looked at ahead
             return self.policy.response_logps(idle_batch).sum() * 0
-        return self.score("train", idle_batch)[0].sum() * 0
+        policy, _, numbers = self.score("train", idle_batch)
+        return sum((part.sum() for part in numbers), policy.sum()) * 0
 
-    def score(self, split: str, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs [K] of a micro-batch's responses: the policy's, with gradient, and the reference's."""
-        policy = self.policy.response_logps(batch)
+    def score(self, split: str, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Log-probs [K] of a micro-batch's responses: the policy's, with gradient, and the reference's; and the numbers
+        of their tokens that the loss's input needs."""
+        needs = self.loss.inputs.needs_tokens
+        if not needs:
+            policy = self.policy.response_logps(batch)
+            return policy, self._reference_logps(split, batch, policy), ()
+        found = TOKEN_NUMBERS[needs](self.policy, self.reference_model, batch)
+        policy = sum_responses(found.policy, batch)
+        if found.reference is None:
+            return policy, self._reference_logps(split, batch, policy), found.numbers
+        return policy, sum_responses(found.reference, batch), found.numbers
+
+    def _reference_logps(self, split: str, batch: MicroBatch, policy: torch.Tensor) -> torch.Tensor:
         if self.reference is None:
-            return policy, torch.zeros_like(policy)
-        return policy, self.reference.logps(split, batch, policy.detach() if self.updates() == 0 else None)
-
-    def _outputs(self, policy, reference, batch) -> tuple[torch.Tensor, ExampleMetrics]:
-        inputs = self.loss.inputs.select(policy, reference, batch)
-        output = self.loss(inputs, **self.options)
-        output.losses = output.losses * batch.weights
-        return output.losses, ExampleMetrics.of(inputs, output)
+            return torch.zeros_like(policy)
+        return self.reference.logps(split, batch, policy.detach() if self.updates() == 0 else None)
 
     # ---- Losses of a whole step -----------------------------------------------------------------------------------
 
@@ -138,7 +148,7 @@ class Objective:
                 self.score("train", idle_batch)
                 continue
             batch = batch.to(self.placement.device)
-            scored.append(ScoredBatch.of(batch, *self.score("train", batch)))
+            scored.append(ScoredBatch.of(batch, *self.score("train", batch)[:2]))
         self._ahead, self.next_memory = self.of_all(scored)
 
     def of_all(self, scored: list[ScoredBatch]) -> tuple[list[Found], dict[str, float]]:

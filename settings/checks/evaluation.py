@@ -17,6 +17,12 @@ def check(settings: Settings) -> None:
             refuse_change(settings, key, f"{why} uses no reference model")
     else:
         _check_reference(settings)
+        needs = loss.inputs.needs_tokens
+        if needs in ("logps", "divergence") and settings.reference.mode != "online":
+            raise ValueError(
+                f"loss={loss.name} reads the reference's log-probs token by token, and kept are those of whole "
+                "responses: set reference.mode=online"
+            )
     for key, metric in (
         ("early_stopping.metric", settings.early_stopping.metric),
         ("checkpoint.best_metric", settings.checkpoint.best_metric),
