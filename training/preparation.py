@@ -190,9 +190,9 @@ class PreparedRun:
             return None
 
         config = reference_settings(self.config)
-        if has_own_weights(self.config):
-            policy, reference = loading.origin_of(self.config), loading.origin_of(config)
-            self.notice(f"The policy starts from {policy}, the reference is {reference}.")
+        policy, reference = loading.origin_of(self.config), loading.origin_of(config)
+        also = " and is the reference" if policy == reference else f", the reference is {reference}"
+        self.notice(f"The policy starts from {policy}{also}.")
 
         def build_frozen(dtype: str) -> torch.nn.Module:
             model = self.placement.build_model(config, self.tokenizer, DTYPES[dtype], frozen=True)
