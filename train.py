@@ -217,7 +217,7 @@ def _check_argument(argument: str) -> None:
         raise ValueError(f"cannot read the argument {shown}: write KEY=VALUE")
     if equals and key in GROUPS and argument != "experiment=null":
         if value in ("null", "true", "false", "") or re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", value):
-            raise ValueError(f"{shown} is not allowed; allowed: {key}={f'|{key}='.join(settings.options(key))}")
+            raise ValueError(f"{shown} is not allowed; allowed: {key}={'|'.join(settings.options(key))}")
 
 
 def report_error(error: Exception, where: str = "", wants_traceback: bool = False) -> int:

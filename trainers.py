@@ -144,7 +144,7 @@ class BasicTrainer(PreparedRun):
         """Metrics of the held-out examples, and samples if asked for; reported and returned. None if a signal came."""
         if self.evaluation is None:
             return {}
-        metrics = self.evaluation.metrics(self._interrupted)
+        metrics = self.evaluation.metrics(lambda batch: self.losses_and_metrics("eval", batch)[1], self._interrupted)
         if metrics is not None:
             self.reporter.log(metrics, self.state.examples, self.state.updates)
             if self.config.sample_during_eval:

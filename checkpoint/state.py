@@ -213,7 +213,7 @@ def _check_model(part: str, model, stored, request, wrong) -> dict[str, torch.Te
         key = next((f"{part}.{name}" for name in names if f"{part}.{name}" in stored), None)
         by_name.update(dict.fromkeys(names, tensor))
         if key is None:
-            wrong.append(f"{names[0]} of the {part} is missing")
+            wrong.append(f"{names[0]} is missing" if part == "model" else f"{names[0]} of the {part} is missing")
         elif tuple(stored[key].size) != tuple(tensor.shape) or stored[key].properties.dtype != tensor.dtype:
             wrong.append(
                 f"{names[0]} is {tuple(stored[key].size)} {stored[key].properties.dtype}, "

@@ -111,7 +111,11 @@ def test_the_defaults_of_the_dpo_reference_implementation():
 def test_every_option_of_every_group(group, option):
     more = {
         "model": ["model.name_or_path=gpt2"] if option == "blank_model" else [],
-        "loss": ["model=tiny", *(["loss.parts=[{name: dpo, beta: 0.1}]"] if option == "mix" else [])],
+        "loss": [
+            "model=tiny",
+            *(["reference.mode=online"] if option in ("ld_dpo", "tdpo") else []),
+            *(["loss.parts=[{name: dpo, beta: 0.1}]"] if option == "mix" else []),
+        ],
         "fsdp": ["model=tiny", "trainer=FSDPTrainer", "world_size=2"],
     }[group]
     check(f"{group}={option}", *more)

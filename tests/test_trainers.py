@@ -486,7 +486,7 @@ def test_a_key_that_the_losss_function_does_not_take_is_refused_before_any_weigh
     @losses.register_loss("dpo")
     def fewer(pairs: losses.PairLogps, *, beta: float) -> losses.LossOutput: ...
 
-    with pytest.raises(ValueError, match="loss.f_divergence is a key that"):
+    with pytest.raises(ValueError, match="loss.alpha is a key that"):
         train(folder, *LLAMA, "n_examples=4")
 
     @losses.register_loss("ipo")

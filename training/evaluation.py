@@ -14,6 +14,7 @@ from parallel.placement import Placement
 from report.reporter import Reporter
 from settings import Settings
 from settings.reference import has_own_weights
+from training.metrics import ExampleMetrics
 from training.objective import Objective, ScoredBatch
 from training.run_state import TrainState
 
@@ -43,12 +44,15 @@ class Evaluation:
         self.dataset_names = [dataset.short_name for dataset in datasets]
 
     @torch.no_grad()
-    def metrics(self, interrupted: Callable[[int], bool]) -> dict[str, float] | None:
+    def metrics(
+        self, score: Callable[[MicroBatch], ExampleMetrics], interrupted: Callable[[int], bool]
+    ) -> dict[str, float] | None:
         """Means over all held-out examples of all ranks; None if the evaluation was interrupted.
 
         A step-wide loss is given all held-out examples at once: so it does not depend on eval_batch_size, either.
 
         Args:
+            score: a micro-batch on the device -> its examples' metrics, of losses that are not step-wide.
             interrupted: called with the number of steps done after each; True ends the evaluation, on all ranks.
         """
         device = self.placement.device
@@ -66,7 +70,7 @@ class Evaluation:
                         scored = ScoredBatch.of(batch, *self.objective.score("eval", batch)[:2])
                         kept.append((batch.datasets, scored))
                     else:
-                        sums.add(batch.datasets, self.objective("eval", batch)[1])
+                        sums.add(batch.datasets, score(batch))
                 bar.update(step.n_examples)
                 if interrupted(step.number + 1):
                     self._reshard()
