@@ -83,8 +83,8 @@ def test_values_are_taken_as_they_are_written(argument, key, value):
     [
         ("=5", ["=5", "KEY=VALUE"]),
         ("+=5", ["+=5", "KEY=VALUE"]),
-        ("loss=null", ["loss=null", "loss=dpo"]),
-        ("model=3", ["model=3", "model=tiny"]),
+        ("loss=null", ["loss=null", "|dpo|"]),
+        ("model=3", ["model=3", "|tiny"]),
         ("fsdp=", ["fsdp=", "fsdp=full_shard"]),
         ("--learning_rate=3", ["without --", "here that is lr"]),
         ("--batch-size", ["without --"]),
