@@ -52,6 +52,8 @@ ARRAYS = {
     "weights": (np.float32, ()),
 }
 
+USUAL = {"scores": math.nan, "weights": 1.0}  # of what rows say nothing about
+
 
 class TokenizedDataset:
     """The prompt groups of one data set's split, as tokens.
@@ -257,12 +259,20 @@ def _write(source: Source, encoder, limits, kind, key, parent: Path, label, prog
         files["segment_starts"].append([files["tokens"].length])
         files["group_starts"].append([files["segment_starts"].length - 1])
         manifest_files = {f"{name}.npy": file.close() for name, file in files.items()}
+        # What rates nothing is no part of the content: runs of versions that knew no ratings can be resumed.
+        unsaid = [
+            f"{name}.npy"
+            for name, usual in USUAL.items()
+            if np.array_equal(
+                token_cache.open_array(folder, f"{name}.npy"), np.full(files[name].length, usual), equal_nan=True
+            )
+        ]
         content = checksum(
             json.dumps(
                 [
                     [name, entry["digest"], entry["shape"]]
                     for name, entry in sorted(manifest_files.items())
-                    if name not in ("rows.npy", "truncated.npy")
+                    if name not in ("rows.npy", "truncated.npy", *unsaid)
                 ]
             ).encode()
         )

@@ -12,7 +12,7 @@ import atomic_files
 import utils
 from data.dataset_names import by_full_name, short_names
 from settings import paths
-from settings.config_files import defaults, options
+from settings.config_files import defaults, options, read
 from settings.schema import SCHEMA, Settings
 
 LONGEST_NAME = 255 - len("_2026-01-31_23-59-59_123456")  # bytes: what file systems allow, less what a run folder adds
@@ -116,8 +116,11 @@ def from_dict(values: Mapping[str, Any]) -> Settings:
 
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain nested settings with the default of every key that `values` do not have."""
-    return _laid_over(defaults(), values)
+    """Plain nested settings with the default of every key that `values` do not have, the loss's own keys included."""
+    lower, loss = defaults(), values.get("loss")
+    if isinstance(loss, Mapping) and loss.get("name") in options("loss"):
+        lower["loss"] = read(f"loss/{loss['name']}.yaml")
+    return _laid_over(lower, values)
 
 
 def _laid_over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from rows import chat, only, read, write
+from rows import chat, config, only, read, write
 from runs import LLAMA, train
+
+from data.tokenization import load_tokenized
+from modeling.loading import byte_tokenizer
 
 PROMPT = [{"role": "user", "content": "q"}]
 
@@ -277,3 +280,17 @@ def test_scores_and_weights_reach_the_arrays(folder):
     train(folder, *LLAMA, data(folder, "arrays", rows), "n_examples=2", "batch_size=2", prepare=prepare)
     assert seen["weights"] == [2.0, 1.0]
     assert seen["scores"][:2].tolist() == [2, 1] and np.isnan(seen["scores"][2:]).all()
+
+
+def test_data_that_rate_nothing_are_the_same_data_as_before_there_were_ratings(tmp_path):
+    """So that runs of earlier versions can be resumed, whose checkpoints hold this fingerprint."""
+    rows = [{"prompt": f"q{n}:", "chosen": f" yes {n}", "rejected": " no"} for n in range(5)]
+
+    def key(name, rows):
+        write(tmp_path / name / "train.jsonl", rows)
+        write(tmp_path / name / "test.jsonl", rows[:2])
+        return load_tokenized(str(tmp_path / name), "train", byte_tokenizer(), config(tmp_path), "pairs").key
+
+    assert key("plain", rows) == "f1784ef3617eee1d7385739b9ce340b9"
+    rows[0]["weight"] = 2
+    assert key("weighted", rows) != "f1784ef3617eee1d7385739b9ce340b9"

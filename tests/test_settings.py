@@ -527,3 +527,12 @@ def test_the_settings_need_no_torch():
 def test_yaml_files_have_one_document_each():
     for path in (ROOT / "config").rglob("*.yaml"):
         assert isinstance(yaml.safe_load(path.read_text()), dict), path
+
+
+def test_settings_of_an_older_run_get_the_keys_that_their_loss_has_today():
+    usual = settings.complete({"model": {"name_or_path": "gpt2"}, "loss": {"name": "dpo", "beta": 0.3}})["loss"]
+    assert usual["beta"] == 0.3 and (usual["f_divergence"], usual["alpha"], usual["sft_weight"]) == (
+        "reverse_kl",
+        0.5,
+        0,
+    )

@@ -149,6 +149,7 @@ class Objective:
                 continue
             batch = batch.to(self.placement.device)
             scored.append(ScoredBatch.of(batch, *self.score("train", batch)[:2]))
+        self.placement.reshard_after_eval(self.policy, self.reference_model)
         self._ahead, self.next_memory = self.of_all(scored)
 
     def of_all(self, scored: list[ScoredBatch]) -> tuple[list[Found], dict[str, float]]:
