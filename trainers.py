@@ -115,7 +115,7 @@ class BasicTrainer(PreparedRun):
         signalled = torch.zeros_like(sums.sums[:, :1])
         signalled[0] = float(self.signals.received is not None)
         total = self.placement.reduce(torch.cat([sums.sums, signalled], dim=1))
-        values = torch.cat([total.flatten(), norm.reshape(1).to(total.dtype)]).cpu()
+        values = torch.cat([total.flatten(), norm.reshape(1).to(total)]).cpu()
         total, norm = values[:-1].reshape(total.shape), values[-1].item()
         total, self.stop_requested = total[:, :-1], total[0, -1].item() > 0
         self.saver.agree_on_time()
