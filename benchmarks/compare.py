@@ -6,13 +6,15 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
 import tempfile
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+from benchmarks.measure import ROOT, measure
+from benchmarks.rates import card_peak, figures, gpu, gpu_precision, hardware
+
+WARM_STEPS = 2  # on a GPU: what is compiled in them is not timed
 FOLDER = os.path.join(ROOT, "docs", "benchmarks")
 GROWTH_MODEL = {
     "hidden_size": 256,
@@ -21,39 +23,6 @@ GROWTH_MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-
-
-def measure(job: dict) -> dict:
-    """Run a job in a process of its own. A method that fails is reported, not hidden."""
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.measure", json.dumps(job)],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"},
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        return {"failed": (run.stderr or run.stdout).strip().splitlines()[-1][:300]}
-    return json.loads(lines[-1].removeprefix("RESULT "))
-
-
-def hardware() -> str:
-    import torch
-
-    if gpu():
-        return torch.cuda.get_device_name()
-    model = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
-    return f"{model}, {torch.get_num_threads()} threads"
-
-
-def gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def git(*arguments: str) -> str:
@@ -73,15 +42,7 @@ class Table:
             self.rows.append({"name": name, **result})
             return result
         self.work = self.work or result
-        row = {
-            "name": name,
-            "pairs_per_second": self.examples / result["seconds"],
-            "tokens_per_second": self.work["tokens"] / result["seconds"],
-            "peak_gb": result.get("peak_device_bytes", result["peak_bytes"]) / 1e9,
-            "gemm": result["gemm"],
-            "useful": self.work["useful_flops"] / result["seconds"] / result["gemm"],
-            "losses": result["losses"][:4],
-        }
+        row = {"name": name, **figures(result, self.examples, self.work), "losses": result["losses"][:4]}
         self.rows.append(row)
         print(
             f"{name:58} {row['pairs_per_second']:7.3f} {row['tokens_per_second']:9.1f} {row['peak_gb']:8.2f} "
@@ -112,26 +73,34 @@ class Table:
                 lines.append(f"| {row['name']} | failed: {row['failed']} | | | | | | |")
                 continue
             times = row["pairs_per_second"] / base["pairs_per_second"]
+            of_peak = f", {row['of_peak']:.0%} of the card's peak" if row["of_peak"] else ""
             lines.append(
                 f"| {row['name']} | {row['pairs_per_second']:.3f} | {times:.2f} "
                 f"| {row['tokens_per_second']:.0f} | {row['peak_gb']:.2f} | {row['gemm'] / 1e9:.0f} "
-                f"| {row['useful']:.0%} | {', '.join(f'{loss:.4f}' for loss in row['losses'])} |"
+                f"| {row['useful']:.0%}{of_peak} | {', '.join(f'{loss:.4f}' for loss in row['losses'])} |"
             )
         return "\n".join(lines) + "\n"
 
 
-def preferences(arguments, data: str) -> Table:
-    base = {
+def job_of(arguments, data: str, loss: str) -> dict:
+    """What all measurements of a table have in common."""
+    return {
         "model": arguments.model,
         "data": data,
-        "loss": "dpo",
+        "loss": loss,
         "max_length": arguments.max_length,
         "batch_size": arguments.batch_size,
         "examples": arguments.pairs,
+        "precision": arguments.precision,
+        "warm_steps": WARM_STEPS if gpu() else 0,
     }
+
+
+def preferences(arguments, data: str) -> Table:
+    base = job_of(arguments, data, "dpo")
     table = Table(
         f"DPO, {arguments.pairs} pairs, batch {arguments.batch_size}, max_length {arguments.max_length}",
-        arguments.pairs,
+        arguments.pairs - base["warm_steps"] * arguments.batch_size,
     )
     table.add("ours", measure(base | {"what": "ours"}))
     for name, overrides in (
@@ -161,18 +130,11 @@ def preferences(arguments, data: str) -> Table:
 
 
 def supervised(arguments, data: str) -> Table:
-    base = {
-        "model": arguments.model,
-        "data": data,
-        "loss": "sft",
-        "max_length": arguments.max_length,
-        "batch_size": arguments.batch_size,
-        "examples": arguments.pairs,
-    }
+    base = job_of(arguments, data, "sft")
     table = Table(
         f"SFT, {arguments.pairs} responses, batch {arguments.batch_size}, max_length {arguments.max_length} "
         "(TRL's loss is a mean over tokens, ours a sum over each response: losses differ by that factor)",
-        arguments.pairs,
+        arguments.pairs - base["warm_steps"] * arguments.batch_size,
     )
     table.add("ours", measure(base | {"what": "ours"}))
     rows = measure(base | {"what": "order"})["rows"]
@@ -185,7 +147,7 @@ def many_responses(arguments, data: str, folder: str) -> Table:
     """A prompt of four responses and all six pairs, as UltraFeedback has: 120 + 4 x 100 tokens."""
     words = " ".join(json.loads(line)["chosen"] for line in open(data)).split()
     draw = random.Random(0)
-    prompts = max(4, arguments.pairs // 8)
+    prompts = max(4 * (1 + WARM_STEPS), arguments.pairs // 8) if gpu() else max(4, arguments.pairs // 8)
     path = os.path.join(folder, "responses.jsonl")
     rows = []  # the same pairs one by one, for a trainer that knows only those
     with open(path, "w") as file:
@@ -201,16 +163,14 @@ def many_responses(arguments, data: str, folder: str) -> Table:
             if number < prompts:
                 rows += [{"prompt": prompt, "chosen": responses[i], "rejected": responses[j]} for i, j in pairs]
     examples = 6 * prompts
-    base = {
-        "model": arguments.model,
-        "data": path,
-        "loss": "dpo",
+    base = job_of(arguments, path, "dpo") | {
         "max_length": 512,
         "batch_size": 24,
         "examples": examples,
         "overrides": ["shuffle=prompts"],
     }
-    table = Table(f"4 responses and 6 pairs a prompt, {examples} pairs, batch 24", examples)
+    timed = examples - 24 * base["warm_steps"]
+    table = Table(f"4 responses and 6 pairs a prompt, {examples} pairs, batch 24", timed)
     table.add("ours, shuffle=prompts", measure(base | {"what": "ours"}))
     table.add("ours, prompt shared over each pair only", measure(base | {"what": "ours", "pairwise": True}))
     table.add(
@@ -225,7 +185,7 @@ def many_responses(arguments, data: str, folder: str) -> Table:
     return table
 
 
-def growth(folder: str, loss: str) -> dict:
+def growth(folder: str, loss: str, precision: str) -> dict:
     """Time and peak memory against sequence length, vocabulary, batch and data-set size, on a small random model."""
 
     def write(name: str, rows: int, length: int) -> str:
@@ -247,6 +207,7 @@ def growth(folder: str, loss: str) -> dict:
         return path
 
     base = {"loss": loss, "examples": 32, "batch_size": 8, "max_length": 2048, "what": "ours"}
+    base["precision"] = precision
     series = {"tokens a pair": [], "vocabulary": [], "batch size": [], "pairs in the data set": []}
     small = write("small", 64, 384)
     for length in (96, 192, 384, 768, 1536):
@@ -302,9 +263,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/benchmark", description=__doc__)
     parser.add_argument("--data", default="examples/quickstart", help="HH dialogues: a file or folder")
     parser.add_argument("--model", default=".cache/models/SmolLM2-135M-Instruct", help="a Hugging Face folder")
-    parser.add_argument("--pairs", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=None, help="pairs of a measurement: 32, and 256 on a GPU")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument(
+        "--precision",
+        choices=["float32", "bfloat16"],
+        default=None,
+        help="that every method computes in: float32, and bfloat16 on a GPU that has it",
+    )
     parser.add_argument(
         "--only",
         nargs="+",
@@ -315,6 +282,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="ours, TRL at its best setting and the textbook loop only")
     parser.add_argument("--name", default=None, help="name of the page under docs/benchmarks")
     arguments = parser.parse_args()
+    arguments.pairs = arguments.pairs or (256 if gpu() else 32)
+    arguments.precision = arguments.precision or gpu_precision()
     arguments.model = os.path.abspath(arguments.model)
     arguments.data = os.path.abspath(arguments.data)
 
@@ -322,9 +291,10 @@ def main() -> None:
         " with uncommitted changes" if git("status", "--porcelain", "-uno") else ""
     )
     date = datetime.date.today().isoformat()
-    speed = measure({"what": "gemm"})
-    rate = speed["flops_per_second"]
-    head = f"{hardware()}; commit {commit}; {date}; GEMM rate {rate / 1e9:.0f} GFLOP/s (fp32)"
+    rate = measure({"what": "gemm", "precision": arguments.precision})["flops_per_second"]
+    peak = card_peak()
+    stated = f" of {peak / 1e9:.0f} that the maker states (bf16, dense)" if peak else ""
+    head = f"{hardware()}; commit {commit}; {date}; GEMM rate {rate / 1e9:.0f} GFLOP/s ({arguments.precision}){stated}"
     print(head)
     with tempfile.TemporaryDirectory() as folder:
         data = os.path.join(folder, "pairs.jsonl")
@@ -351,14 +321,16 @@ def main() -> None:
             "responses": lambda: many_responses(arguments, data, folder),
         }
         tables = [measure_part() for name, measure_part in parts.items() if name in only]
-        series = {loss: growth(folder, loss) for loss in ("dpo", "sft")} if "growth" in only else None
+        series = (
+            {loss: growth(folder, loss, arguments.precision) for loss in ("dpo", "sft")} if "growth" in only else None
+        )
     name = arguments.name or f"{date}-{'gpu' if gpu() else 'cpu'}"
     os.makedirs(FOLDER, exist_ok=True)
     with open(os.path.join(FOLDER, name + ".md"), "w") as file:
         file.write(
             f"# Benchmark of {date}\n\n{head}; {tokenizing}.\n\nWritten by `scripts/benchmark`. "
             '"Useful" counts each prompt and each response once, and the forward pass of the reference. '
-            "Peak memory is of the whole process.\n\n"
+            f"Peak memory is of {'the device' if gpu() else 'the whole process'}.\n\n"
         )
         file.write("\n".join(table.markdown() for table in tables))
         if series:

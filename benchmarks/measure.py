@@ -1,20 +1,29 @@
 """One measurement in a process of its own: `python -m benchmarks.measure '{"what": "ours", ...}'` prints one JSON line.
 
-A process each, because peak memory is a number of the process. Time starts when model and tokens are loaded and ends
-with the last step; the reference's log-probs count, wherever a method computes them.
+A process each, because peak memory is a number of the process. Time starts when model and tokens are loaded and the
+job's `warm_steps` are done, and ends with the last step; the reference's log-probs count, wherever a method computes
+them. `precision` (float32, tf32, bfloat16) is that of every method and of the matrix products that it is compared with.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
-import resource
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
 
+from benchmarks import rates
+from benchmarks.peer import trl
+from benchmarks.rates import clock
+
 # Beta, learning rate and optimizer are those of every method measured.
 LR, BETA = 1e-5, 0.1
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def compose(job: dict, folder: str, *overrides: str):
@@ -27,8 +36,7 @@ def compose(job: dict, folder: str, *overrides: str):
 
     assert train.main
 
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    with initialize_config_dir(os.path.join(root, "config"), version_base="1.3"):
+    with initialize_config_dir(os.path.join(ROOT, "config"), version_base="1.3"):
         config = hydra_compose(
             "config",
             overrides=[
@@ -50,6 +58,7 @@ def compose(job: dict, folder: str, *overrides: str):
                 "eval_every=1000000000",
                 "n_eval_examples=1",
                 "data.test_fraction=0.01",
+                f"precision={job.get('precision', 'float32')}",
                 *model_overrides(job),
                 *job.get("overrides", []),
                 *overrides,
@@ -65,45 +74,95 @@ def model_overrides(job: dict) -> list[str]:
     return ["model=blank_model", f"model.name_or_path={job['model']}"]
 
 
-def trainer_of(job: dict, folder: str):
-    import trainers
-    from parallel.launch import visible_devices
-    from utils import World
+def launched(job: dict, function) -> dict:
+    """What `function(job, config, folder, world)` returns on rank 0, on the device or devices that the job means."""
+    from parallel.launch import launch
 
-    config = compose(job, folder)
-    kind, _ = visible_devices(config)
-    return trainers.BasicTrainer(config, folder, World(device="cuda:0" if kind == "cuda" else kind))
+    with tempfile.TemporaryDirectory() as folder:
+        return launch(functools.partial(function, job), compose(job, folder), folder)
+
+
+@contextlib.contextmanager
+def trainer_of(config, folder: str, world):
+    """The run's trainer, which is closed at the end, so that a process may have several."""
+    from trainers import TRAINERS
+    from training.precision import on_device
+
+    trainer = TRAINERS[config.trainer](on_device(config, world.device), folder, world)
+    try:
+        yield trainer
+        trainer.reporter.finish(True)
+    finally:
+        trainer.heartbeat.close()
+        trainer.placement.close()
 
 
 def ours(job: dict) -> dict:
-    """The project's trainer, as `train.py` runs it."""
-    import torch
+    """The project's trainer, as `train.py` runs it.
 
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(job, folder)
+    The first `warm_steps` of the job are not timed, nor is what the reference's pass compiles: it is then done twice.
+    """
+    return launched(job, timed_run)
+
+
+def timed_run(job: dict, config, folder: str, world) -> dict:
+    from torch._dynamo.utils import counters
+
+    from modeling.digest import weights_digest
+
+    warm = job.get("warm_steps", 0)
+    with trainer_of(config, folder, world) as trainer:
         make_reference, spent = trainer.make_reference, []
 
         def timed():
             if job.get("pairwise"):  # before the reference's pass, which then shares no more either
                 for sampler in (trainer.sampler, trainer.eval_sampler):
                     share_over_pairs_only(sampler.mixture)
-            start = clock(torch)
+            if warm and config.reference.mode == "cached" and make_reference() is not None:
+                forget_reference(config, world)
+            start = clock()
             reference = make_reference()
-            spent.append(clock(torch) - start)
+            spent.append(clock() - start)
             return reference
 
         trainer.make_reference = timed
         trainer.prepare()
-        losses = []
-        start = clock(torch)
+        losses, margins, graphs = [], [], counters["stats"]["unique_graphs"]
+        start = clock()
         for step in trainer.sampler.steps():
-            total, count = trainer.train_step(step)["loss/train"]
-            losses.append(total / count)
-        seconds = clock(torch) - start + sum(spent)
-        result = {"seconds": seconds, "reference_seconds": sum(spent), "losses": losses, "kernel": trainer.kernel}
-        result |= useful_work(trainer)
-        trainer.reporter.finish(True)
+            if step.number == warm:
+                start = clock()
+            metrics = trainer.train_step(step)
+            losses.append(mean(metrics["loss/train"]))
+            margins.append(mean(metrics.get("rewards_train/margins", (0.0, 1.0))))
+        before = trainer.sampler.examples_before(min(warm, trainer.sampler.n_steps))
+        reference_seconds = sum(spent) * (1 - before / trainer.sampler.n_examples)
+        result = {
+            "seconds": clock() - start + reference_seconds,
+            "reference_seconds": reference_seconds,
+            "examples": trainer.sampler.n_examples - before,
+            "losses": losses,
+            "margins": margins,
+            "kernel": trainer.kernel,
+            "graphs": counters["stats"]["unique_graphs"] - graphs,
+            "devices": world.size,
+        }
+        if job.get("digest"):
+            result["digest"] = weights_digest(trainer.policy, world)
+        result |= useful_work(trainer, warm) | rates.peak_memory()
     return result
+
+
+def mean(sum_and_count: tuple[float, float]) -> float:
+    return sum_and_count[0] / sum_and_count[1]
+
+
+def forget_reference(config, world) -> None:
+    """Remove the reference's log-probs from disk."""
+    from utils import get_local_dir, run_on_main
+
+    folder = os.path.join(get_local_dir(config.local_dirs), "reference")
+    run_on_main(lambda: shutil.rmtree(folder, ignore_errors=True), world)
 
 
 def share_over_pairs_only(mixture) -> None:
@@ -112,14 +171,8 @@ def share_over_pairs_only(mixture) -> None:
     mixture.units = lambda numbers: [unit for number in numbers for unit in units([number])]
 
 
-def clock(torch) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def useful_work(trainer) -> dict:
-    """Tokens and floating-point operations that the job needs at the least: each prompt once, each response once.
+def useful_work(trainer, first: int = 0) -> dict:
+    """Tokens and floating-point operations that steps from `first` on need at the least: each prompt and response once.
 
     A matrix product of a token with W counts 2 |W| forward and 4 |W| backward; attention 4 d a (query, key) pair and
     layer forward and 8 d backward; the reference's forward pass is counted for preferences.
@@ -132,7 +185,7 @@ def useful_work(trainer) -> dict:
         getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
     )
     tokens = scored = attended = 0
-    for number in range(trainer.sampler.n_steps):
+    for number in range(first, trainer.sampler.n_steps):
         for unit in trainer.sampler.mixture.units(trainer.sampler.example_indices(number)):
             prompt, responses = len(unit.prompt), [len(response) for response in unit.responses]
             tokens += prompt + sum(responses)
@@ -148,13 +201,16 @@ def textbook(job: dict) -> dict:
     rejected rows padded into one batch, full logits in fp32, a live reference. Plain PyTorch, written for this
     benchmark.
     """
+    return launched(job, textbook_run)
+
+
+def textbook_run(job: dict, config, folder: str, world) -> dict:
     import torch
     from transformers import AutoModelForCausalLM
 
     from data import batching
 
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(job, folder)
+    with trainer_of(config, folder, world) as trainer:
         trainer.choose_attention = lambda unit: ("plain", True)
         trainer.make_reference = lambda: None
         trainer.prepare()
@@ -162,17 +218,19 @@ def textbook(job: dict) -> dict:
         reference = None
         if not sft:
             reference = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).to(device).eval()
+        mixed = torch.autocast(device.type, torch.bfloat16, enabled=job.get("precision") == "bfloat16")
 
         def logps(model, batch):
-            logits = model(
-                input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-            ).logits.float()
-            token_logps = logits.log_softmax(-1).flatten(0, 1)[batch.predictors, batch.targets]
+            with mixed:
+                logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+            token_logps = logits.float().log_softmax(-1).flatten(0, 1)[batch.predictors, batch.targets]
             return torch.zeros(len(batch.lengths), device=device).index_add(0, batch.response_of, token_logps)
 
-        losses = []
-        start = clock(torch)
+        warm, losses = job.get("warm_steps", 0), []
+        start = clock()
         for number in range(trainer.sampler.n_steps):
+            if number == warm:
+                start = clock()
             units = trainer.sampler.mixture.units(trainer.sampler.example_indices(number))
             batch = batching.pad(units, trainer.tokenizer.eos_token_id).to(device)
             found = logps(policy, batch)
@@ -190,121 +248,15 @@ def textbook(job: dict) -> dict:
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
             losses.append(loss.item())
-        result = {"seconds": clock(torch) - start, "losses": losses} | useful_work(trainer)
-        trainer.reporter.finish(True)
-    return result
-
-
-def trl(job: dict) -> dict:
-    """TRL's trainer on the same pairs in the same order.
-
-    Pairs are handed over as text in the order of this project's first epoch; those over max_length were left out.
-    """
-    import torch
-    import trl as library
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-
-    with tempfile.TemporaryDirectory() as folder:
-        rows = job["rows"]
-        model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(job["model"])
-        common = {
-            "output_dir": folder,
-            "max_steps": -1,
-            "num_train_epochs": 1,
-            "learning_rate": LR,
-            "weight_decay": 0.0,
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 10.0,
-            "logging_steps": 1,
-            "report_to": [],
-            "seed": 0,
-            "save_strategy": "no",
-            "max_length": job["max_length"],
-            "optim": "adamw_torch",
-            "disable_tqdm": True,
-            "train_sampling_strategy": "sequential",
-            "bf16": False,
-            "use_cpu": not torch.cuda.is_available(),
-            "per_device_train_batch_size": job["rows_at_once"],
-            "gradient_accumulation_steps": job["batch_size"] // job["rows_at_once"],
-            "gradient_checkpointing": job.get("checkpointing", False),
-            "dataloader_pin_memory": False,
-        }
-
-        class Log(TrainerCallback):
-            losses: list[float] = []
-            start = None
-
-            def on_train_begin(self, *_, **__):
-                Log.start = Log.start or clock(torch)
-
-            def on_log(self, args, state, control, logs=None, **_):
-                if "loss" in (logs or {}):
-                    Log.losses.append(logs["loss"])
-
-        if job["loss"] == "sft":
-            data = Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows])
-            trainer = library.SFTTrainer(
-                model,
-                library.SFTConfig(**common, packing=job.get("packing", False)),
-                train_dataset=data,
-                processing_class=tokenizer,
-                callbacks=[Log()],
-            )
-        else:
-            data = Dataset.from_list(rows)
-            # Precomputed log-probs are worked out when training starts, or while the trainer is made: both are timed,
-            # tokenising is not (on_train_begin comes after it).
-            config = library.DPOConfig(
-                **common,
-                beta=BETA,
-                precompute_ref_log_probs=job["precompute"],
-                precompute_ref_batch_size=job["rows_at_once"],
-            )
-            precompute = (
-                library.DPOTrainer._precompute_ref_logps
-                if hasattr(library.DPOTrainer, "_precompute_ref_logps")
-                else None
-            )
-            spent = []
-            if precompute is not None:
-
-                def timed(self, *args, **kwargs):
-                    start = clock(torch)
-                    found = precompute(self, *args, **kwargs)
-                    spent.append(clock(torch) - start)
-                    return found
-
-                library.DPOTrainer._precompute_ref_logps = timed
-            trainer = library.DPOTrainer(
-                model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Log()]
-            )
-        trainer.train()
-        seconds = clock(torch) - Log.start
-        if job["loss"] != "sft":
-            seconds += sum(spent)
-    return {"seconds": seconds, "losses": Log.losses, "version": library.__version__}
+        return {"seconds": clock() - start, "losses": losses} | useful_work(trainer, warm) | rates.peak_memory()
 
 
 def gemm(job: dict) -> dict:
-    """The machine's rate of matrix products, in FLOP/s: the best over sizes of SmolLM2's layers and a square one."""
+    """The machine's rate of matrix products in the job's precision, FLOP/s."""
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    best = 0.0
-    for m, k, n in ((2048, 576, 1536), (2048, 1536, 576), (2048, 2048, 2048), (1024, 576, 8192)):
-        a, b = torch.randn(m, k, device=device), torch.randn(k, n, device=device)
-        for _ in range(3):
-            a @ b
-        start, count = clock(torch), 0
-        while clock(torch) - start < job.get("seconds", 2.0):
-            for _ in range(5):
-                a @ b
-            count += 5
-        best = max(best, 2.0 * m * k * n * count / (clock(torch) - start))
-    return {"flops_per_second": best, "threads": torch.get_num_threads()}
+    rate = rates.matmul_rate(job.get("precision", "float32"), job.get("seconds", 2.0))
+    return {"flops_per_second": rate, "threads": torch.get_num_threads()}
 
 
 def tokenize(job: dict) -> dict:
@@ -370,20 +322,49 @@ def order(job: dict) -> dict:
         }
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
-    measurements = (ours, textbook, trl, gemm, tokenize, prepare, order)
-    result = {function.__name__: function for function in measurements}[job["what"]](job)
-    if "seconds" in result:  # a shared machine's rate moves from minute to minute
-        result |= {"gemm": gemm({"seconds": 0.5})["flops_per_second"]}
-    result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-    import torch
+def plan(job: dict) -> dict:
+    """What plan=true says of the job: bytes of a device in all, those assumed rather than counted, and the verdict."""
+    from planning.command import make_plan
 
-    if torch.cuda.is_available():
-        result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
-    print("\nRESULT " + json.dumps(result))
+    with tempfile.TemporaryDirectory() as folder:
+        found = make_plan(compose(job, folder))
+    return {"total": found.total, "assumed": found.parts["process"], "fits": found.fits, "capacity": found.capacity}
+
+
+MEASUREMENTS = {function.__name__: function for function in (ours, textbook, trl, gemm, plan, tokenize, prepare, order)}
+
+
+def take(job: dict) -> dict:
+    """One measurement in this process."""
+    result = MEASUREMENTS[job["what"]](job)
+    result = rates.peak_memory() | result  # of this process, unless the measurement was taken in others
+    if "seconds" in result:  # a shared machine's rate moves from minute to minute
+        precision = job.get("precision", "float32")
+        result["gemm"] = rates.matmul_rate(precision, 0.5, job.get("gemm_sizes", ()))
+        result["card_peak"] = rates.card_peak() if precision == "bfloat16" else None
+    return result
+
+
+def measure(job: dict) -> dict:
+    """The same in a process of its own. A method that fails is reported, not hidden."""
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.measure", json.dumps(job)],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"},
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        # The last line is the error, unless its message has several.
+        return {
+            "failed": ((run.stderr or run.stdout).strip().splitlines() or [f"exit code {run.returncode}"])[-1][:300]
+        }
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def main() -> None:
+    print("\nRESULT " + json.dumps(take(json.loads(sys.argv[1]))))
 
 
 if __name__ == "__main__":
