@@ -340,6 +340,7 @@ def take(job: dict) -> dict:
     result = rates.peak_memory() | result  # of this process, unless the measurement was taken in others
     if "seconds" in result:  # a shared machine's rate moves from minute to minute
         precision = job.get("precision", "float32")
+        rates.free_device()
         result["gemm"] = rates.matmul_rate(precision, 0.5, job.get("gemm_sizes", ()))
         result["card_peak"] = rates.card_peak() if precision == "bfloat16" else None
     return result
@@ -347,12 +348,15 @@ def take(job: dict) -> dict:
 
 def measure(job: dict) -> dict:
     """The same in a process of its own. A method that fails is reported, not hidden."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"}
+    if job["what"] == "trl":  # which would spread over all GPUs that it sees, in its own slow way
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.measure", json.dumps(job)],
         cwd=ROOT,
         text=True,
         capture_output=True,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"},
+        env=environment,
     )
     lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 
 from benchmarks.rates import clock
@@ -43,8 +44,15 @@ def trl(job: dict) -> dict:
                 precompute_ref_batch_size=job["rows_at_once"],
             )
             time_precomputing(library.DPOTrainer, spent)
+            # Of a model from a folder TRL loads the reference by itself.
+            live = job.get("random_config") and not job["precompute"]
             trainer = library.DPOTrainer(
-                model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[log]
+                model,
+                ref_model=copy.deepcopy(model) if live else None,
+                args=config,
+                train_dataset=Dataset.from_list(rows),
+                processing_class=tokenizer,
+                callbacks=[log],
             )
             if config.padding_free and not getattr(trainer, "padding_free", True):
                 raise ValueError(f"TRL {library.__version__} switches padding_free off")

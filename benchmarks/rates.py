@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import platform
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # Dense bf16 FLOP/s with sums in fp32, from the makers' data sheets (without sparsity), by words of the device's name.
 PEAKS = {
@@ -120,6 +122,21 @@ def _rate_of_size(m: int, k: int, n: int, device: str, dtype, seconds: float) ->
             a @ b
         count += 5
     return 2.0 * m * k * n * count / (clock() - start)
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest value; NaN if one is, which max() passes over."""
+    values = list(values)
+    return math.nan if any(math.isnan(value) for value in values) else max(values)
+
+
+def free_device() -> None:
+    """Give the memory of what is no longer used back to the GPU."""
+    import torch
+
+    gc.collect()
+    if gpu():
+        torch.cuda.empty_cache()
 
 
 def peak_memory() -> dict:

@@ -20,7 +20,8 @@ EXPLANATION = (
     "DPO on random pairs with prompts of 50 to 500 tokens and responses of 20 to 500, of which most are short. MFU "
     "counts each prompt and each response once, and the forward pass of the reference, against the rate of matrix "
     "products measured right after the run, and against the peak that the maker states. Steps that compile are not "
-    "timed. The reference's log-probs count, however a method computes them. The first two losses must be ours."
+    "timed. The reference's log-probs count, however a method computes them. The first two losses must be ours. With "
+    "--cpu a tiny model takes shorter rows."
 )
 ON_GPU_ONLY = ("model.attention=varlen", "compile=true")
 # Each idea off, or what is off by default on.

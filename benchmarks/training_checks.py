@@ -10,7 +10,7 @@ from unittest import mock
 
 from benchmarks import measure
 from benchmarks.random_runs import LLAMA_1B, SMALL, TINY, job_of, write_pairs
-from benchmarks.rates import gpu, gpu_precision
+from benchmarks.rates import gpu, gpu_precision, largest
 
 STEPS = 4
 # Largest difference to the losses of float32 over the first steps. DPO's first loss is ln 2 = 0.6931 in all of them.
@@ -50,7 +50,7 @@ def precision(small: bool) -> Iterator[dict]:
         for mode in modes:
             found = measure.ours(small_job(folder, small, precision=mode))
             truth = truth or found["losses"]
-            difference = max(abs(a - b) for a, b in zip(found["losses"], truth))
+            difference = largest(abs(a - b) for a, b in zip(found["losses"], truth))
             yield {
                 "precision": mode,
                 "kernel": found["kernel"],

@@ -52,6 +52,22 @@ def test_every_method_computes_the_same_losses(job, loss):
         assert (other["tokens"], other["useful_flops"]) == (ours["tokens"], ours["useful_flops"])
 
 
+def test_steps_that_warm_up_are_not_timed(job, monkeypatch):
+    every = measure.ours(job)
+    seconds = iter(range(100))
+    monkeypatch.setattr(measure, "clock", lambda: float(next(seconds)))
+    later = measure.ours(job | {"warm_steps": 1})
+    # The reference's pass, of which two thirds count, took a second; so did the steps from the second on.
+    assert later["seconds"] == pytest.approx(1 + 2 / 3) and later["examples"] == 8
+    assert later["losses"] == every["losses"] and 0 < later["useful_flops"] < every["useful_flops"]
+
+
+def test_the_precision_of_a_job_reaches_the_run(job):
+    exact, rounded = (measure.ours(job | {"precision": name}) for name in ("float32", "bfloat16"))
+    assert rounded["losses"] != exact["losses"] and rounded["losses"] == pytest.approx(exact["losses"], abs=2e-2)
+    assert rounded["margins"][0] == exact["margins"][0] == 0.0
+
+
 def test_the_order_handed_to_a_peer_is_the_order_trained_on(job):
     rows = measure.order(job)["rows"]
     assert len(rows) == 12 and all(row in PAIRS for row in rows) and rows != PAIRS[:12]
@@ -70,3 +86,6 @@ def test_a_method_with_another_loss_is_reported(capsys):
     assert "! other: the loss of step 1 is 0.750000, not 0.690000" in printed and "! same" not in printed
     page = table.markdown()
     assert "| ours | 4.000 | 1.00 | 0 | 3.00 | 1 | 50% | 0.6931, 0.6900 |" in page and "failed: no such thing" in page
+    result = {"seconds": 2.0, "peak_bytes": 3e9, "peak_device_bytes": 7e9, "gemm": 1e9, "card_peak": 2e9}
+    table.add("on a GPU", result | {"losses": [0.6931]})
+    assert "| on a GPU | 4.000 | 1.00 | 0 | 7.00 | 1 | 50%, 25% of the card's peak | 0.6931 |" in table.markdown()
