@@ -16,6 +16,8 @@ SHELL_SCRIPTS = [
     ROOT / "scripts" / "_environment",
     ROOT / "scripts" / "test",
     ROOT / "scripts" / "quickstart",
+    ROOT / "scripts" / "benchmark",
+    ROOT / "scripts" / "check_gpu",
     ROOT / ".ci" / "run",
 ]
 
