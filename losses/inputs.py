@@ -268,7 +268,7 @@ class UnpairedLogps:
 @dataclass
 class UnpairedWithMismatched(UnpairedLogps):
     """The same, and M responses scored after prompts that they do not belong to: what the KL divergence from the
-    reference is estimated with (KTO, arXiv 2402.01306, section 4.1). One for each prompt of the step.
+    reference is estimated with (KTO, arXiv 2402.01306). One for each prompt of the step.
 
     Attributes:
         mismatched_policy, mismatched_reference: [M], summed log-probs (nats).

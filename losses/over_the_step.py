@@ -30,7 +30,7 @@ def _at_own_places(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 @register_loss("aot", step_wide=True, start=lambda **_: LN2)
 def aot(pairs: PairLogps, *, beta: Beta, label_smoothing: LabelSmoothing = 0.0) -> LossOutput:
-    """Alignment by optimal transport of pairs (AOT, arXiv 2406.05882, eq. 7): over a step, the sorted log-ratios of
+    """Alignment by optimal transport of pairs (AOT, arXiv 2406.05882): over a step, the sorted log-ratios of
     chosen to rejected under the policy are to lie above the sorted ones under the reference.
 
     Returns: losses [E], each at its policy log-ratio's pair; rewards are beta * log(policy / reference).
@@ -43,7 +43,7 @@ def aot(pairs: PairLogps, *, beta: Beta, label_smoothing: LabelSmoothing = 0.0) 
 
 @register_loss("aot_unpaired", step_wide=True, start=lambda **_: LN2)
 def aot_unpaired(pairs: PairLogps, *, beta: Beta, label_smoothing: LabelSmoothing = 0.0) -> LossOutput:
-    """Alignment by optimal transport without pairing (AOT, arXiv 2406.05882, eq. 8): over a step, the sorted rewards of
+    """Alignment by optimal transport without pairing (AOT, arXiv 2406.05882): over a step, the sorted rewards of
     chosen responses are to lie above the sorted rewards of rejected ones.
 
     Returns: losses [E], each at its chosen response's pair; rewards are beta * log(policy / reference).
@@ -64,7 +64,7 @@ def beta_dpo(
     keep: Annotated[float, Option("share of a step's pairs that is trained on", low=0, high=1)] = 0.8,
     memory: dict[str, float],
 ) -> LossOutput:
-    """beta-DPO (arXiv 2407.08639, eqs. 7 to 9): DPO whose beta follows the step's mean reward margin, and which leaves
+    """beta-DPO (arXiv 2407.08639): DPO whose beta follows the step's mean reward margin, and which leaves
     out the pairs whose margins are least typical.
 
     The margin of a pair is beta times its log-ratio of chosen to rejected, less the reference's. A running mean of them

@@ -129,7 +129,7 @@ def hinge(
 
 @register_loss("robust", start=lambda **_: LN2)
 def robust(pairs: PairLogps, *, beta: Beta, label_smoothing: LabelSmoothing) -> LossOutput:
-    """DPO whose mean over noisy labels is that over true ones (robust DPO, arXiv 2403.00409, eq. 12).
+    """DPO whose mean over noisy labels is that over true ones (robust DPO, arXiv 2403.00409).
 
     Args:
         label_smoothing: probability that a preference label is flipped, in [0, 0.5).
@@ -169,7 +169,7 @@ def exo(
 
 @register_loss("nca", start=lambda **_: Start(2 * math.log(2), "2 ln 2"))
 def nca(pairs: PairLogps, *, beta: Beta) -> LossOutput:
-    """Noise contrastive alignment of pairs (arXiv 2402.05369, eq. 12 with two responses): the chosen reward is
+    """Noise contrastive alignment of pairs (arXiv 2402.05369): the chosen reward is
     raised by itself, not only against the rejected one.
 
     Returns: losses [E].
@@ -192,7 +192,7 @@ def sppo(pairs: PairLogps, *, beta: Beta) -> LossOutput:
 
 @register_loss("cal_dpo", start=lambda beta, **_: Start(math.log(2) + 1 / (2 * beta**2), "ln 2 + 1 / (2 beta²)"))
 def cal_dpo(pairs: PairLogps, *, beta: Beta) -> LossOutput:
-    """Calibrated DPO (arXiv 2412.14516, eq. 11): -log sigmoid(h), and each log-ratio drawn to +-1 / (2 beta), so that
+    """Calibrated DPO (arXiv 2412.14516): -log sigmoid(h), and each log-ratio drawn to +-1 / (2 beta), so that
     the chosen response's probability does not fall.
 
     Returns: losses [E]; rewards are beta * log(policy / reference).

@@ -24,7 +24,7 @@ def odpo(
     alpha: Annotated[float, Option("weight of the offset", low=0)] = 1.0,
     offset: Annotated[Literal["log", "difference"], Option("how far apart the scores ask rewards to be")] = "log",
 ) -> LossOutput:
-    """DPO with an offset (ODPO, arXiv 2402.10571, eq. 8): -log sigmoid(beta h - offset), where the offset grows with
+    """DPO with an offset (ODPO, arXiv 2402.10571): -log sigmoid(beta h - offset), where the offset grows with
     the difference of the scores.
 
     Args:
@@ -40,8 +40,8 @@ def odpo(
 
 @register_loss("plackett_luce", metrics=("ranked_right",))
 def plackett_luce(responses: GroupLogps, *, beta: Beta) -> LossOutput:
-    """DPO of whole rankings (arXiv 2305.18290, eq. 18): the negative log-likelihood of a prompt's ranking under the
-    Plackett-Luce model of rewards beta * log(policy / reference). With two responses it is DPO.
+    """DPO of whole rankings (arXiv 2305.18290, appendix A.3): the negative log-likelihood of a prompt's ranking under
+    the Plackett-Luce model of rewards beta * log(policy / reference). With two responses it is DPO.
 
     A response's place is the number of responses that are preferred to it; of responses in one place none is compared
     with the other.
@@ -68,8 +68,8 @@ def listwise_softmax(
     beta: Beta,
     temperature: Annotated[float, Option("of the softmax over scores", low=0, open=True)] = 1.0,
 ) -> LossOutput:
-    """Cross-entropy from the softmax of a prompt's scores to the softmax of its rewards (InfoNCA, arXiv 2402.05369,
-    eq. 9): rewards are beta * log(policy / reference).
+    """Cross-entropy from the softmax of a prompt's scores to the softmax of its rewards (InfoNCA, arXiv 2402.05369):
+    rewards are beta * log(policy / reference).
 
     Args:
         temperature: scores are divided by it (the paper's alpha).

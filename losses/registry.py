@@ -117,7 +117,7 @@ class Loss:
 
         Args:
             sft_weight: what the mean negative log-likelihood of a chosen response's tokens weighs beside the loss
-                (RPO, arXiv 2404.19733, eq. 1); with its own metric "sft".
+                (RPO, arXiv 2404.19733); with its own metric "sft".
         Raises:
             ValueError: the function did not return a LossOutput of tensors [E] with the metrics that it declared.
         """

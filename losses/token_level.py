@@ -63,7 +63,7 @@ def tdpo(
     variant: Annotated[Literal["tdpo1", "tdpo2"], Option("what the divergence does")] = "tdpo2",
     alpha: Annotated[float, Option("weight of the divergence", low=0, only_with=("variant", "tdpo2"))] = 0.5,
 ) -> LossOutput:
-    """Token-level DPO (TDPO, arXiv 2404.11999, eqs. 16 to 18): DPO less the difference of the responses' sequential KL
+    """Token-level DPO (TDPO, arXiv 2404.11999): DPO less the difference of the responses' sequential KL
     divergences, KL(reference || policy) summed over tokens.
 
     Args:

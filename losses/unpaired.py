@@ -23,13 +23,13 @@ Weight = Annotated[float, Option("weight of such responses", low=0)]
 def kto(
     responses: UnpairedWithMismatched, *, beta: Beta, desirable_weight: Weight = 1.0, undesirable_weight: Weight = 1.0
 ) -> LossOutput:
-    """Kahneman-Tversky optimisation (KTO, arXiv 2402.01306, eq. 8): a good response's reward is to be above, a bad
+    """Kahneman-Tversky optimisation (KTO, arXiv 2402.01306): a good response's reward is to be above, a bad
     one's below, the KL divergence of the policy from the reference.
 
     Args:
         responses: of the whole step; the divergence is estimated over all of it and carries no gradient.
         desirable_weight, undesirable_weight: the paper's lambdas. With n good and m bad responses, keep the ratio
-            desirable_weight * n / (undesirable_weight * m) between 1 and 3/2 (section 4.2).
+            desirable_weight * n / (undesirable_weight * m) between 1 and 3/2.
     Returns: losses [E]; rewards are beta * log(policy / reference).
     """
     kl = responses.kl(beta)
@@ -48,7 +48,7 @@ def kto(
     start=lambda **_: Start(math.log(2), "ln 2"),
 )
 def bco(responses: UnpairedLogps, *, beta: Beta, memory: dict[str, float]) -> LossOutput:
-    """Binary classifier optimisation (BCO, arXiv 2404.04656, eq. 13): good or bad is told by the reward's place above
+    """Binary classifier optimisation (BCO, arXiv 2404.04656): good or bad is told by the reward's place above
     or below a baseline, the mean reward of all responses trained on so far, this step's included.
 
     Args:

@@ -98,7 +98,7 @@ class Reference:
     @torch.no_grad()
     def follow(self, updates: int) -> None:
         """Call after each update of the policy: where it is due, take over a share of its weights (TR-DPO, arXiv
-        2404.09656, eqs. 3 and 4). Both are sharded alike, so each rank mixes its own parts."""
+        2404.09656). Both are sharded alike, so each rank mixes its own parts."""
         every = self.config.reference.sync_every
         if every is None or updates % every:
             return
