@@ -335,7 +335,7 @@ def test_long_names_of_runs_end_in_a_digest():
         ("+fsdp.use_orig_params=true", ["not needed", "docs/sharding.md"]),
         ("+loss.bta=1 loss=dpo", ["loss.bta", "did you mean loss.beta?"]),
         ("+loss.beta=1", ["loss=sft has no key loss.beta", "dpo", "ipo"]),
-        ("+loss.label_smoothing=0.1 loss=ipo", ["loss=ipo has no key loss.label_smoothing", "loss=dpo"]),
+        ("+loss.label_smoothing=0.1 loss=ipo", ["loss=ipo has no key loss.label_smoothing", "|dpo|"]),
         ("loss=dpo loss.label_smoothing=0.5", ["loss.label_smoothing=0.5"]),
         ("optimizer=Adamw", ["optimizer=Adamw", "did you mean AdamW?", "RMSprop"]),
         ("optimizer=LBFGS", ["several times a step"]),

@@ -100,10 +100,8 @@ def unknown_key(key: str, flat: dict[str, Any]) -> str:
     """The message about a key that does not exist, given the settings that do."""
     holders = [name for name in options("loss") if key in loss_keys(name)]
     if holders:
-        named = " and ".join(f"loss={name}" for name in holders[:3])
-        others = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
         return (
-            f"loss={flat.get('loss.name')} has no key {key}; it belongs to {named}{others}. "
+            f"loss={flat.get('loss.name')} has no key {key}; it belongs to loss={'|'.join(holders)}. "
             f"Leave it out, or choose one of these losses."
         )
     if key == "model.size":
