@@ -75,7 +75,7 @@ def parse_row(parser, has_pairs: bool | None, kind: str, row: dict) -> PromptGro
         return group
     if not has_pairs and not group.pairs:
         label = next((found for name in LABELS if (found := verdict(row.get(name))) is not None), None)
-        if label is not None:
+        if label is not None and (kind == "responses" or kind.startswith("unpaired")):
             _label(group, label)
             if kind == "responses" and not label:
                 return BAD_RESPONSE

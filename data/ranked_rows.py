@@ -55,6 +55,21 @@ def rank_pairs(group: PromptGroup, rule: PairRule) -> None:
     group.pairs = pairs
 
 
+def drop_small_gaps(group: PromptGroup, rule: PairRule) -> None:
+    """Leave out those of a group's own pairs whose scores differ by less than asked for, or the other way round."""
+    if not rule.min_gap or not group.scores:
+        return
+    kept = []
+    for pair, weight in zip(group.pairs, group.weights or [1.0] * len(group.pairs), strict=True):
+        rated = [group.responses[index] for index in pair if index >= 0 and group.responses[index] in group.scores]
+        if len(rated) == 2 and group.scores[rated[0]] - group.scores[rated[1]] < rule.min_gap:
+            group.dropped[SMALL_GAP] = group.dropped.get(SMALL_GAP, 0) + 1
+        else:
+            kept.append((pair, weight))
+    group.pairs = [pair for pair, _ in kept]
+    group.weights = [weight for _, weight in kept] if group.weights else []
+
+
 def ranked_group(prompt, rated: list[tuple[str, float]]) -> PromptGroup | str:
     """The group of a prompt's rated responses; of equal texts the best rating counts."""
     scores: dict[str, float] = {}

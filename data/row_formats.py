@@ -71,7 +71,10 @@ class PromptGroup:
         self.pairs += [(renumbered[first], renumbered[second]) for first, second in other.pairs]
         self.earlier_turns += [turn for turn in other.earlier_turns if turn not in self.earlier_turns]
         for text, score in other.scores.items():
-            self.scores.setdefault(text, score)
+            # As within a row: of a response that is rated twice the best rating counts.
+            self.scores[text] = (
+                max(score, self.scores.get(text, score)) if other.ranked else self.scores.get(text, score)
+            )
         if self.sft_score is None or other.sft_score is None:
             self.sft_targets += [text for text in other.sft_targets if text not in self.sft_targets]
         elif other.sft_score > self.sft_score:

@@ -13,7 +13,7 @@ from itertools import islice
 
 from data.files import named
 from data.format_detection import LABELS, Reading, detect_format
-from data.ranked_rows import rank_pairs
+from data.ranked_rows import drop_small_gaps, rank_pairs
 from data.row_formats import BAD_ROW, PromptGroup, parse_se, with_input
 from data.row_values import MESSAGE_FIELDS, is_empty
 from data.splits import hold_out
@@ -180,10 +180,13 @@ class RowStream:
                 del waiting[key], merged[key]
             counts["groups"] += len(same)
             for whole in same.values():
-                if whole.ranked or (whole.scores and not self.reading.rule.is_default):
-                    before = Counter(whole.dropped)
+                before = Counter(whole.dropped)
+                if whole.ranked or (self.parser is parse_se and not self.reading.rule.is_default):
                     rank_pairs(whole, self.reading.rule)
-                    counts.update(Counter(whole.dropped) - before)
+                else:
+                    drop_small_gaps(whole, self.reading.rule)
+                    counts["own_pairs"] += bool(whole.pairs)
+                counts.update(Counter(whole.dropped) - before)
                 counts["groups"] += len(whole.earlier_turns)
                 yield whole
                 for prompt, target in whole.earlier_turns:
@@ -191,6 +194,11 @@ class RowStream:
         if seen != len(keys):
             raise ValueError(f"data set {self.name}: {self.rows.label()} changed while it was read")
         self.notices += [text for text in self._unread() if text not in self.notices]
+        if counts.pop("own_pairs", 0) and self.reading.rule.how != "all":
+            self.notices.append(
+                f"data set {self.name}: data.pairs={self.reading.rule.how} is for rankings; pairs that rows name "
+                "themselves stay as they are"
+            )
         if counts[BAD_ROW]:
             first = "; ".join(self.bad[:MOST_NAMED])
             self.notices.append(

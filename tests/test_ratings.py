@@ -294,3 +294,28 @@ def test_data_that_rate_nothing_are_the_same_data_as_before_there_were_ratings(t
     assert key("plain", rows) == "f1784ef3617eee1d7385739b9ce340b9"
     rows[0]["weight"] = 2
     assert key("weighted", rows) != "f1784ef3617eee1d7385739b9ce340b9"
+
+
+def test_pairs_that_rows_name_are_not_made_anew_from_scores(tmp_path):
+    rows = [
+        {"prompt": "q", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 5, "weight": 2},
+        {"prompt": "q", "chosen": "c", "rejected": "d", "score_chosen": 9, "score_rejected": 1, "weight": 3},
+        {"prompt": "q", "chosen": "e", "rejected": "f"},
+    ]
+    path = write(tmp_path / "d.jsonl", rows)
+    group = only(path, tmp_path, pairs="best_worst")
+    assert texts(group) == [("a", "b"), ("c", "d"), ("e", "f")] and group.weights == [2, 3, 1]
+    groups, counts = read(path, tmp_path, min_score_gap=2)
+    assert texts(groups[0]) == [("c", "d"), ("e", "f")] and groups[0].weights == [3, 1]
+    assert counts["dropped_small_gap"] == 1
+
+
+def test_of_a_response_that_is_rated_twice_the_best_rating_counts(tmp_path):
+    rows = [{"prompt": "q", "response": text, "helpfulness": score} for text, score in (("a", 1), ("b", 2), ("a", 4))]
+    assert texts(only(write(tmp_path / "d.jsonl", rows), tmp_path, score="helpfulness")) == [("a", "b")]
+
+
+def test_a_label_makes_no_pair(tmp_path):
+    row = {"instruction": "q", "output": "a", "label": True}
+    with pytest.raises(ValueError, match="line 1: this row is without a pair"):
+        read(write(tmp_path / "d.jsonl", [row]), tmp_path)
