@@ -2,7 +2,7 @@
 
 Three promises:
 
-- all ranks call forward equally often: they agree after each token whether any row still goes on, and a rank without
+- all ranks call forward equally often: they agree every few tokens whether any row still goes on, and a rank without
   prompts feeds a dummy row;
 - the continuation of a prompt depends on the model, the seed and the prompt's place in the list; not on the batch it is
   in, not on the number of ranks (floating-point rounding aside);
@@ -38,11 +38,16 @@ import private_apis
 from data.text_encoding import end_of_turn_id
 from modeling.rotary import separate_rows
 from modeling.sharded import reshard_after_eval
+from modeling.text_cache import make_room
 from utils import World, all_reduce_sum, gather_objects
 
 # Tokens that end an assistant's turn in common chat templates. A template may close turns with one of them although the
 # tokenizer's EOS is another token; it counts as an end only where the model's own template writes it.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>")
+
+# Tokens after which the host asks whether all rows have ended. On a GPU the question waits for all work that is queued,
+# and what is written behind an end is left off.
+TOKENS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 16, "mps": 16}
 
 
 def generate_samples(
@@ -197,6 +202,7 @@ class _Writer:
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.pad = next(token for token in pads if token is not None)
 
+        self.between_looks = TOKENS_BETWEEN_LOOKS.get(device.type, 16)
         self.accepted = inspect.signature(model.forward).parameters
         # transformers renamed past_key_values to cache in 5.24.
         names = (name for name in ("cache", "past_key_values") if name in self.accepted)
@@ -221,10 +227,12 @@ class _Writer:
         while True:
             logits[:, self.vocabulary_size :] = -torch.inf
             tokens = choose_tokens(logits, uniform[:, len(written)], self.temperature, self.top_p)
-            finished = finished | torch.isin(tokens, self.stops)
+            finished = finished | (tokens.unsqueeze(1) == self.stops).any(dim=1)
             tokens = torch.where(finished, self.pad, tokens)
             written.append(torch.where(finished, -1, tokens))
-            if len(written) == self.max_new_tokens or not self._anyone_writes(finished):
+            if len(written) == self.max_new_tokens:
+                break
+            if len(written) % self.between_looks == 0 and not self._anyone_writes(finished):
                 break
             logits = steps.send(tokens)
         steps.close()
@@ -255,29 +263,33 @@ class _Writer:
         all rows write in the same column; positions count from each prompt's first token."""
         width = max(map(len, prompts))
         input_ids = torch.full((len(prompts), width), self.pad)
-        mask = torch.zeros_like(input_ids)
+        mask = torch.ones(len(prompts), width + self.max_new_tokens, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
-            mask[row, width - len(prompt) :] = 1
+            mask[row, : width - len(prompt)] = 0
         input_ids, mask = input_ids.to(self.device), mask.to(self.device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         self.model.rotary_rows.set_rows([])  # of an earlier pass
         assert self.cache_name is not None
         output = self._call(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
+            input_ids=input_ids,
+            attention_mask=mask[:, :width],
+            position_ids=positions[:, :width],
+            use_cache=True,
+            logits_to_keep=1,
         )
+        make_room(getattr(output, self.cache_name, None), self.max_new_tokens - 1)
         while True:
             tokens = yield output.logits[:, -1].float()
             cache = getattr(output, self.cache_name, None)
             if cache is None:  # the model keeps none after all; every rank finds this at the same step
                 yield from self._full_steps(prompts, tokens)
                 return
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            positions = positions[:, -1:] + 1
+            width += 1
             output = self._call(
                 input_ids=tokens.unsqueeze(1),
-                attention_mask=mask,
-                position_ids=positions,
+                attention_mask=mask[:, :width],
+                position_ids=positions[:, width - 1 : width],
                 use_cache=True,
                 logits_to_keep=1,
                 **{self.cache_name: cache},
@@ -299,7 +311,7 @@ class _Writer:
                 lengths = lengths + 1
                 read = [n + 1 for n in read]
             self.model.rotary_rows.set_rows(read)
-            used = int(lengths.max())
+            used = max(read)
             mask = (torch.arange(used, device=self.device) < lengths.unsqueeze(1)).long()
             positions = torch.arange(used, device=self.device).expand(len(prompts), -1)
             output = self._call(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
+from transformers.cache_utils import DynamicLayer
 
 import private_apis
 from modeling import generation
@@ -110,6 +111,73 @@ def test_cache_and_full_forwards_agree(monkeypatch):
 
     model.register_forward_hook(forget)
     assert generate_samples(model, NumberTokenizer(), prompts, max_new_tokens=15) == cached
+
+
+WINDOWS = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
+CACHES = {
+    "llama": {"num_key_value_heads": 2},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 5},
+    "gemma2": {**WINDOWS, "attn": "eager"},
+    "gemma3_text": {**WINDOWS, "sliding_window_pattern": 2},
+    "llama4_text": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "attention_chunk_size": 8,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 32,
+    },
+    "lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("model_type", CACHES)
+def test_a_cache_with_room_writes_what_the_librarys_does(model_type, monkeypatch):
+    """Grouped heads, windows shorter than the texts, chunks, and convolutions between attention layers."""
+    model, prompts = make_model(model_type, **CACHES[model_type]), make_prompts(9, 3, 1, 12)
+    settings = {"temperature": 0, "max_new_tokens": 20, "batch_size": 4}
+    memory: list[set[int]] = []
+
+    def look(module, args, kwargs, output):
+        cache = getattr(output, "cache", None) or output.past_key_values
+        layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+        memory.append({layer.keys.untyped_storage().data_ptr() for layer in layers})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(private_apis, "is_recurrent", lambda model: True)
+        recomputed = generate_samples(model, NumberTokenizer(), prompts, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "make_room", lambda cache, tokens: None)
+        joined = generate_samples(model, NumberTokenizer(), prompts, **settings)
+    handle = model.register_forward_hook(look, with_kwargs=True)
+    assert generate_samples(model, NumberTokenizer(), prompts, **settings) == joined == recomputed
+    handle.remove()
+    assert len(memory) == 20 and len(set().union(*memory[1:])) == len(memory[1]), "keys moved to other memory"
+
+
+def test_the_host_waits_for_the_device_once_every_few_tokens(monkeypatch):
+    model, prompts, settings = make_model(), make_prompts(9, 3, 5), {"max_new_tokens": 40, "temperature": 1.5}
+    model.generation_config.eos_token_id = [2, *range(10, 16)]
+    every = generate_samples(model, NumberTokenizer(), prompts, **settings)
+    assert 3 < max(len(sample.split()) for sample in every) < 16  # they end before the last token
+    monkeypatch.setitem(generation.TOKENS_BETWEEN_LOOKS, "cpu", 16)
+    with Waits() as waits:
+        assert generate_samples(model, NumberTokenizer(), prompts, **settings) == every
+    # The library asks twice in the first pass whether the prompts are padded.
+    assert waits.names == ["_local_scalar_dense"] * (2 + 1)
+
+
+class Waits(private_apis.dispatch_mode()):
+    """Operations whose result the host reads, so that on a GPU it waits for all that is queued."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 def test_the_models_own_generation_settings_change_nothing():
