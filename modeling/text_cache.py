@@ -32,7 +32,7 @@ class _RoomyLayer(DynamicLayer):
     is_compileable = True
 
     def __init__(self, layer: DynamicLayer, tokens: int):
-        vars(self).update(vars(layer))  # the layer goes on as this one
+        self.__dict__.update(vars(layer))  # the layer goes on as this one
         self._stop = layer.keys.shape[-2]
         self._all_keys, self._all_values = _with_room(layer.keys, tokens), _with_room(layer.values, tokens)
         self.keys, self.values = self._all_keys[:, :, : self._stop], self._all_values[:, :, : self._stop]

@@ -26,9 +26,14 @@ def apply_fsdp(model, blocks, mesh: DeviceMesh, config: Settings, frozen: bool, 
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
         "mp_policy": MixedPrecisionPolicy(**precision),
     }
+
+    def shard(module, again: bool) -> None:
+        fully_shard(module, reshard_after_forward=again, **options)
+        module.reshards_after_forward = again  # FSDP2 does not tell, and modeling/sharded.py changes it for a while
+
     for block in blocks:
-        fully_shard(block, reshard_after_forward=reshard, **options)
-    fully_shard(model, reshard_after_forward=frozen, **options)
+        shard(block, reshard)
+    shard(model, frozen)
     if fsdp.forward_prefetch:
         for index, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + fsdp.forward_prefetch])

@@ -30,8 +30,24 @@ def activation_bytes(model_config, every: int, size: int) -> float:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a device now; None where it does not report them."""
+    """Bytes that are free on a device now, on a CPU for all processes together; None where that is not reported."""
+    if device.type == "cpu":
+        return _free_host_memory()
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def _free_host_memory() -> int | None:
+    """By the kernel, and within the limit of a container; None where it is not Linux."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            free = 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            return min(free, int(limit.read()) - int(used.read()))
+    except (OSError, ValueError):  # there is none
+        return free
 
 
 def cpu_token_budget(threads: int) -> int:

@@ -16,10 +16,13 @@ from torch.distributed.tensor import DTensor
 import settings
 from modeling import loading
 from modeling.blocks import find_blocks
+from modeling.sharded import gathered_once
 from parallel.placement import make_placement
 from parallel.rank_process import threads_of_rank
 from parallel.weights import count_held
+from planning.token_budget import free_memory
 from settings.shard_layout import layout_of
+from training import gathering
 from utils import World
 
 # ---- How a world is divided -----------------------------------------------------------------------------------------
@@ -178,6 +181,40 @@ def blocks_gathered_early(world, folder, options):
     with early_gathers() as names:
         loss.backward()
     return names
+
+
+def test_a_model_is_whole_for_many_passes_where_it_fits(folder, monkeypatch):
+    """On a mesh of one, which BasicTrainer computes on in bfloat16."""
+    config = settings_of(folder, *LLAMA, "precision=bfloat16")
+    place, tokenizer = make_placement(config, World()), loading.load_tokenizer(config)
+    try:
+        policy, reference = (place.build_model(config, tokenizer, torch.float32, frozen) for frozen in (False, True))
+        for model in (policy, reference):
+            before = [fsdp_options(module).reshards for module in (*find_blocks(model, None), model)]
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            needed = 2 * parameters + gathering.cache_bytes(model.config, rows=3, tokens=20, size=2)
+            for free, fits in (
+                (needed / gathering.SHARE + 8, True),
+                (needed / gathering.SHARE - 8, False),
+                (None, False),
+            ):
+                monkeypatch.setattr(gathering, "free_memory", lambda device, free=free: free and int(free))
+                assert gathering.fits_whole(model, place, torch.bfloat16, 3, 20) is fits, free
+            with torch.no_grad(), gathered_once(model):
+                for _ in range(2):
+                    model(input_ids=torch.arange(8)[None])
+                    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            assert [fsdp_options(module).reshards for module in (*find_blocks(model, None), model)] == before
+    finally:
+        place.close()
+    alone = loading.load_model(config, tokenizer, torch.float32, torch.device("cpu"))
+    assert not gathering.fits_whole(alone, place, torch.bfloat16, 3, 20)
+
+
+def test_free_memory_of_the_host_is_within_the_machines():
+    free = free_memory(torch.device("cpu"))
+    assert free is None or 1 << 20 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @pytest.mark.parametrize("prefetch, early", [("BACKWARD_PRE", ["model.layers.1", "model.layers.0"]), ("null", [])])

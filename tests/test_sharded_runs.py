@@ -1,14 +1,21 @@
 """Sharded runs as their users see them: weights and samples, torchrun, the command line, sweeps."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
 from conftest import ROOT, free_port
 from runs import FSDP, LLAMA, MODELS, STRONG, distance, train
+from torch.distributed.tensor import DTensor
+
+import private_apis
+from modeling.blocks import find_blocks
+from training import gathering
 
 # ---- Saving, samples ------------------------------------------------------------------------------------------------
 
@@ -30,9 +37,50 @@ def test_a_sharded_runs_weights_open_everywhere(folder, sharded, name):
     assert alone.evals[0]["loss/eval"] != pytest.approx(run.evals[0]["loss/eval"], rel=1e-3)
 
 
-@pytest.mark.parametrize("name, more", [("FULL_SHARD", []), ("FULL_SHARD", ["reference.mode=online"]), ("TP", [])])
-def test_samples_are_those_of_one_device(folder, sharded, name, more):
-    """Three prompts on two ranks, some of which end early: nothing hangs, and nobody's text depends on the world."""
+class Gathers(private_apis.dispatch_mode()):
+    """Counts what FSDP2 gathers, and of how many models blocks are whole at once."""
+
+    def __init__(self, models):
+        super().__init__()
+        self.blocks = [find_blocks(model, None) for model in models]
+        self.count = self.most_whole = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ == "_allgather_base_":
+            self.count += 1
+            whole = [sum(not isinstance(next(block.parameters()), DTensor) for block in of) for of in self.blocks]
+            self.most_whole = max(self.most_whole, sum(map(bool, whole)))
+        return func(*args, **(kwargs or {}))
+
+
+def watch_samples(trainer, free: int) -> None:
+    """Note in trainer.seen.gathers what each writing of samples gathers, with so many bytes of memory."""
+    write = trainer.write_samples
+    trainer.seen.gathers = []
+
+    def watched():
+        models = [model for model in (trainer.policy, trainer.objective.reference_model) if model is not None]
+        with Gathers(models) as gathers, patch.object(gathering, "free_memory", lambda device: free):
+            write()
+        trainer.seen.gathers.append((gathers.count, gathers.most_whole))
+
+    trainer.write_samples = watched
+
+
+@pytest.mark.parametrize(
+    "name, more, room",
+    [
+        ("FULL_SHARD", [], True),
+        ("FULL_SHARD", ["reference.mode=online"], True),
+        ("FULL_SHARD", ["reference.mode=online"], False),
+        ("TP", [], True),
+    ],
+)
+def test_samples_are_those_of_one_device(folder, sharded, name, more, room):
+    """Three prompts on two ranks, some of which end early: nothing hangs, and nobody's text depends on the world.
+
+    Where there is memory each model gathers its parameters once, one model after the other.
+    """
     options = [
         "sample_during_eval=true",
         "do_first_eval=true",
@@ -43,7 +91,8 @@ def test_samples_are_those_of_one_device(folder, sharded, name, more):
         *more,
     ]
     alone = train(folder, *LLAMA, *STRONG, *options)
-    runs = sharded(2, name, *options)
+    watch = functools.partial(watch_samples, free=1 << 40 if room else 1 << 20)
+    runs = sharded(2, name, *options, prepare=watch)
     rows = [
         [
             (row["examples"], row["prompt"], row["policy"], row["reference"])
@@ -52,6 +101,12 @@ def test_samples_are_those_of_one_device(folder, sharded, name, more):
         for run in (alone, runs[0])
     ]
     assert len(rows[0]) == 9 and rows[0] == rows[1]
+    if name == "FULL_SHARD":
+        groups = 3  # two blocks and the root
+        wrote = [2 if more else 1, 1, 1]  # models: the reference's samples are written once
+        for gathers, whole in runs[0].gathers:
+            models = wrote.pop(0)
+            assert (gathers, whole) == (groups * models, 1) if room else gathers > 10 * models
 
 
 # ---- A world that others start --------------------------------------------------------------------------------------

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
 from data.batching import MicroBatch, PromptUnit
 from data.sampler import BatchSampler
 from modeling.generation import generate_samples
+from modeling.loading import DTYPES
+from modeling.sharded import gathered_once
 from parallel.placement import Placement
 from report.reporter import Reporter
 from settings import Settings
+from settings.precision import mixed_dtype
 from settings.reference import has_own_weights
+from training.gathering import fits_whole
 from training.metrics import ExampleMetrics
 from training.objective import Objective, ScoredBatch
 from training.run_state import TrainState
@@ -91,17 +96,18 @@ class Evaluation:
         units = self._prompts()
 
         def write(model) -> list[str]:
-            return generate_samples(
-                model,
-                self.tokenizer,
-                [unit.prompt for unit in units],
-                world=self.placement.world,
-                batch_size=self.config.eval_batch_size,
-                device=self.placement.device,
-                notice=self.reporter.notice,
-                shard=(self.placement.data_rank, self.placement.data_ranks),
-                **dataclasses.asdict(self.config.sampling),
-            )
+            with gathered_once(model) if self._fits_whole(model, units) else nullcontext():
+                return generate_samples(
+                    model,
+                    self.tokenizer,
+                    [unit.prompt for unit in units],
+                    world=self.placement.world,
+                    batch_size=self.config.eval_batch_size,
+                    device=self.placement.device,
+                    notice=self.reporter.notice,
+                    shard=(self.placement.data_rank, self.placement.data_ranks),
+                    **dataclasses.asdict(self.config.sampling),
+                )
 
         first = state.reference_samples is None
         with self.reporter.progress(2 if first else 1, "samples", "models") as bar:
@@ -126,6 +132,13 @@ class Evaluation:
             for index, (unit, text) in enumerate(zip(units, texts))
         ]
         self.reporter.samples(state.examples, rows)
+
+    def _fits_whole(self, model, units: list[PromptUnit]) -> bool:
+        """Whether the model that writes may be whole on each device meanwhile."""
+        dtype = mixed_dtype(self.config)
+        rows = min(self.config.eval_batch_size, -(-len(units) // self.placement.data_ranks))
+        tokens = max((len(unit.prompt) for unit in units), default=0) + self.config.sampling.max_new_tokens
+        return fits_whole(model, self.placement, DTYPES[dtype] if dtype else None, rows, tokens)
 
     def _prompts(self) -> list[PromptUnit]:
         """The first distinct prompts in an order of the seed: the same at each evaluation."""
