@@ -18,12 +18,12 @@ import tempfile
 import time
 
 from benchmarks import rates
+from benchmarks.pages import ROOT
 from benchmarks.peer import trl
 from benchmarks.rates import clock
 
 # Beta, learning rate and optimizer are those of every method measured.
 LR, BETA = 1e-5, 0.1
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def compose(job: dict, folder: str, *overrides: str):

@@ -48,7 +48,7 @@ class Reading:
     """How the rows of a data set are read.
 
     Attributes:
-        kind: of the examples that the loss takes (examples.py).
+        kind: what rows are read for (examples.rows_of): responses, pairs or unpaired.
         rule: which pairs a ranking gives.
         score: the column that rates a row's only response.
         skip_bad: leave rows out that cannot be read, instead of raising an error.
@@ -65,7 +65,7 @@ class Reading:
 def parse_row(parser, has_pairs: bool | None, kind: str, row: dict) -> PromptGroup | str:
     """A row of a format that was recognised by its columns, with what the columns beside them mean.
 
-    has_pairs: whether the format has pairs; None if that depends on the row. kind: of the examples that the loss takes.
+    has_pairs: whether the format has pairs; None if that depends on the row. kind: what rows are read for.
     """
     for name, advice in REFUSED_COLUMNS.items():
         if not is_empty(row.get(name)):
@@ -75,12 +75,12 @@ def parse_row(parser, has_pairs: bool | None, kind: str, row: dict) -> PromptGro
         return group
     if not has_pairs and not group.pairs:
         label = next((found for name in LABELS if (found := verdict(row.get(name))) is not None), None)
-        if label is not None and (kind == "responses" or kind.startswith("unpaired")):
+        if label is not None and kind != "pairs":
             _label(group, label)
             if kind == "responses" and not label:
                 return BAD_RESPONSE
         elif kind != "responses":
-            what = "a label that says good or bad (true or false)" if kind.startswith("unpaired") else "a pair"
+            what = "a label that says good or bad (true or false)" if kind == "unpaired" else "a pair"
             raise ValueError(f"this row is without {what}; of losses, sft alone learns from such rows")
     _add_scores(group, row)
     _add_weight(group, row, kind)
@@ -128,9 +128,9 @@ def _add_scores(group: PromptGroup, row: dict) -> None:
 def _add_weight(group: PromptGroup, row: dict, kind: str) -> None:
     """Take the weight of a row's examples, by which their losses are multiplied."""
     weight = row.get("weight")
-    if is_empty(weight) or number_of(weight, "weight") == 1:
+    number = 1.0 if is_empty(weight) else number_of(weight, "weight")
+    if number == 1:
         return
-    number = number_of(weight, "weight")
     if kind == "responses":
         raise ValueError(f"weight is {describe(weight)}: loss=sft weighs all rows alike; leave the column out")
     if group.ranked:
@@ -224,12 +224,12 @@ def detect_format(columns, reading: Reading):
             continue
         if has_pairs is False and kind != "responses":
             labelled = columns & set(LABELS)
-            if kind.startswith("unpaired") and not labelled:
+            if kind == "unpaired" and not labelled:
                 raise ValueError(
                     f"columns {named(columns)} do not say which responses are good: give a column label (true or "
                     "false), name yours with data.columns.label, or choose loss=sft"
                 )
-            if not kind.startswith("unpaired"):
+            if kind == "pairs":
                 if labelled:
                     raise ValueError(
                         f"columns {named(columns)} hold single responses with a label, and no pairs of them; losses "

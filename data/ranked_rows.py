@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from data.files import describe
 from data.row_formats import EMPTY, NO_PREFERENCE, SMALL_GAP, PromptGroup, header_of, prompt_of, with_input
 from data.row_values import column, list_of, number_of, text_of
 
-HOW = ("all", "best_worst", "adjacent", "random")
 # Where UltraFeedback's completions have their score, the first that there is.
 SCORE_FIELDS = ("overall_score", "score", "fine-grained_score", "rating", "reward")
 
@@ -60,7 +60,7 @@ def drop_small_gaps(group: PromptGroup, rule: PairRule) -> None:
     if not rule.min_gap or not group.scores:
         return
     kept = []
-    for pair, weight in zip(group.pairs, group.weights or [1.0] * len(group.pairs), strict=True):
+    for pair, weight in zip(group.pairs, group.pair_weights, strict=True):
         rated = [group.responses[index] for index in pair if index >= 0 and group.responses[index] in group.scores]
         if len(rated) == 2 and group.scores[rated[0]] - group.scores[rated[1]] < rule.min_gap:
             group.dropped[SMALL_GAP] = group.dropped.get(SMALL_GAP, 0) + 1
@@ -99,10 +99,7 @@ def parse_scored(row: dict) -> PromptGroup | str:
 def parse_ultrafeedback(row: dict) -> PromptGroup | str:
     """UltraFeedback's {instruction, completions: [{response, overall_score, ...}]}."""
     rated = []
-    for number, each in enumerate(list_of(column(row, "completions"), "completions")):
-        where = f"completions[{number}]"
-        if not isinstance(each, dict):
-            raise ValueError(f"{where} must be an object with a response and a score, not {describe(each)}")
+    for where, each in _objects(row, "completions", "a response and a score"):
         field = next((name for name in SCORE_FIELDS if each.get(name) is not None), None)
         if field is None:
             raise ValueError(f"{where} has no score; read are {', '.join(SCORE_FIELDS)}")
@@ -115,17 +112,22 @@ def parse_ultrafeedback(row: dict) -> PromptGroup | str:
 def parse_nectar(row: dict) -> PromptGroup | str:
     """Nectar's {prompt, answers: [{answer, rank}]}; rank 1 is the best, and scores are ranks with the sign turned."""
     rated = []
-    for number, each in enumerate(list_of(column(row, "answers"), "answers")):
-        where = f"answers[{number}]"
-        if not isinstance(each, dict):
-            raise ValueError(f"{where} must be an object with answer and rank, not {describe(each)}")
+    for where, each in _objects(row, "answers", "answer and rank"):
         rank = number_of(column(each, "rank"), f"{where}.rank")
         rated.append((text_of(column(each, "answer"), f"{where}.answer"), -rank))
     return ranked_group(prompt_of(column(row, "prompt")), rated)
 
 
+def _objects(row: dict, name: str, what: str) -> Iterator[tuple[str, dict]]:
+    """(where it is, for messages; the object) of each entry of a column that is a list of objects with `what`."""
+    for number, each in enumerate(list_of(column(row, name), name)):
+        where = f"{name}[{number}]"
+        if not isinstance(each, dict):
+            raise ValueError(f"{where} must be an object with {what}, not {describe(each)}")
+        yield where, each
+
+
 def parse_rated_response(attribute: str, row: dict) -> PromptGroup | str:
     """{prompt, response} and a number in the column `attribute`, as HelpSteer has: one response a row."""
     rated = [(text_of(column(row, "response"), "response"), number_of(column(row, attribute), attribute))]
-    prompt = column(row, "prompt")
-    return ranked_group(prompt_of(prompt), rated)
+    return ranked_group(prompt_of(column(row, "prompt")), rated)

@@ -51,6 +51,11 @@ class PromptGroup:
         """The first of the responses that SFT learns."""
         return self.sft_targets[0] if self.sft_targets else None
 
+    @property
+    def pair_weights(self) -> list[float]:
+        """The weight of each pair."""
+        return self.weights or [1.0] * len(self.pairs)
+
     def key(self):
         """What makes two prompts the same."""
         return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, ensure_ascii=False)
@@ -65,8 +70,7 @@ class PromptGroup:
                 self.responses.append(text)
             renumbered.append(known[text])
         if self.weights or other.weights:
-            ones = [1.0] * len(self.pairs), [1.0] * len(other.pairs)
-            self.weights = (self.weights or ones[0]) + (other.weights or ones[1])
+            self.weights = self.pair_weights + other.pair_weights
         renumbered.append(-1)  # at index -1: no response
         self.pairs += [(renumbered[first], renumbered[second]) for first, second in other.pairs]
         self.earlier_turns += [turn for turn in other.earlier_turns if turn not in self.earlier_turns]

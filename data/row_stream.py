@@ -98,7 +98,7 @@ class RowStream:
         if self._named or self.parser is parse_se:
             return
         # Of pairs a label is not read.
-        wanted = self._wanted() - (set() if self.reading.kind.startswith("unpaired") else set(LABELS))
+        wanted = self._wanted() - (set() if self.reading.kind == "unpaired" else set(LABELS))
         for kind, names in (("columns", self._present - wanted), ("fields of messages", self._fields - MESSAGE_FIELDS)):
             if names:
                 yield f"data set {self.name}: {kind} that are not read: {named(names)}"
@@ -152,7 +152,7 @@ class RowStream:
         belongs = hold_out(keys, self.split, self.test_share, self.by_row)
         waiting = _repeated(key for index, key in enumerate(keys) if belongs(index, key))
         merged: dict[int, dict[str, PromptGroup]] = defaultdict(dict)
-        seen = 0
+        seen, own_pairs = 0, False
         self.bad.clear()  # the second reading finds them again
         for index, group in enumerate(self._parsed()):
             seen += 1
@@ -185,7 +185,7 @@ class RowStream:
                     rank_pairs(whole, self.reading.rule)
                 else:
                     drop_small_gaps(whole, self.reading.rule)
-                    counts["own_pairs"] += bool(whole.pairs)
+                    own_pairs |= bool(whole.pairs)
                 counts.update(Counter(whole.dropped) - before)
                 counts["groups"] += len(whole.earlier_turns)
                 yield whole
@@ -194,13 +194,13 @@ class RowStream:
         if seen != len(keys):
             raise ValueError(f"data set {self.name}: {self.rows.label()} changed while it was read")
         self.notices += [text for text in self._unread() if text not in self.notices]
-        if counts.pop("own_pairs", 0) and self.reading.rule.how != "all":
+        if own_pairs and self.reading.rule.how != "all":
             self.notices.append(
                 f"data set {self.name}: data.pairs={self.reading.rule.how} is for rankings; pairs that rows name "
                 "themselves stay as they are"
             )
         if counts[BAD_ROW]:
-            first = "; ".join(self.bad[:MOST_NAMED])
+            first = "; ".join(self.bad)
             self.notices.append(
                 f"data set {self.name}: {counts[BAD_ROW]:,} rows cannot be read and are left out; first: {first}"
             )

@@ -187,7 +187,8 @@ def open_source(name: str, split: str, config: DataOptions, kind: str = "pairs")
         raise ValueError(f"split={split!r}; allowed are {SPLITS}")
     load_plugins(config.data.plugins)
     place, target, named = _resolve(name, config)
-    responses_only = kind == "responses"
+    rows_for = rows_of(kind)
+    responses_only = rows_for == "responses"
     truncation = config.data.truncation or (named.truncation if named else "keep_end")
     renames = _columns_for(name, config)
     if place == "function":
@@ -209,7 +210,7 @@ def open_source(name: str, split: str, config: DataOptions, kind: str = "pairs")
     workers = worker_count(config.data.num_workers)
     by_row = test_share is not None and parser is parse_se
     reading = Reading(
-        kind,
+        rows_for,
         PairRule(config.data.pairs, float(config.data.min_score_gap)),
         None if named else config.data.score,
         config.data.on_bad_row == "skip",
@@ -223,7 +224,7 @@ def open_source(name: str, split: str, config: DataOptions, kind: str = "pairs")
         renames,
         test_share,
         split if test_share is not None else "",
-        dataclasses.asdict(dataclasses.replace(reading, kind=rows_of(kind))),
+        dataclasses.asdict(reading),
     ]
     fingerprint = checksum(json.dumps(identity, sort_keys=True).encode())
     if notice:

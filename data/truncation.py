@@ -88,7 +88,7 @@ def fit_group(
             counts["responses_cut"] += sum(cut and left for cut, left in zip(truncated, alive))
     reason = "dropped_overlong" if limits.on_overlong == "drop" else "dropped_no_room"
     if pairs:
-        weighted = list(zip(pairs, group.weights or [1.0] * len(pairs), strict=True))
+        weighted = list(zip(pairs, group.pair_weights, strict=True))
         kept = [each for each in weighted if all(alive[index] for index in each[0] if index >= 0)]
         counts[reason] += len(pairs) - len(kept)
         differing = [(pair, weight) for pair, weight in kept if -1 in pair or responses[pair[0]] != responses[pair[1]]]

@@ -2,12 +2,12 @@
 
 Each class names its example: what a step counts, what `batch_size` is made of, and what one entry of the returned
 losses belongs to. `select` takes a class's tensors out of the log-probs of a MicroBatch (data/batching.py); of a class
-with `needs_tokens` it is given numbers of each token, too, which training/token_numbers.py makes.
+with `needs_tokens` it is given numbers of tokens, too, which training/token_numbers.py makes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from utils import LazyModule
@@ -34,6 +34,7 @@ class ResponseLogps:
     has_chosen: ClassVar[bool] = False  # beside others, so that loss.sft_weight has a meaning
     needs_scores: ClassVar[bool] = False
     needs_tokens: ClassVar[str] = ""
+    reference_by_token: ClassVar[bool] = False  # so that its log-probs of whole responses do not suffice
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> ResponseLogps:
@@ -67,6 +68,7 @@ class PairLogps:
     has_chosen: ClassVar[bool] = True
     needs_scores: ClassVar[bool] = False
     needs_tokens: ClassVar[str] = ""
+    reference_by_token: ClassVar[bool] = False  # so that its log-probs of whole responses do not suffice
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> PairLogps:
@@ -149,6 +151,7 @@ class FrontPairLogps(PairLogps):
     reference_rejected_front: torch.Tensor
 
     needs_tokens: ClassVar[str] = "logps"
+    reference_by_token: ClassVar[bool] = True
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> FrontPairLogps:
@@ -164,7 +167,7 @@ class FrontPairLogps(PairLogps):
             for side in (0, 1):
                 start = first[batch.pairs[:, side]]
                 fronts.append((sums[start + shorter] - sums[start]).to(of_model.dtype))
-        return cls(**vars(own), **dict(zip(_added(cls), fronts, strict=True)))
+        return cls(*vars(own).values(), *fronts)
 
 
 @dataclass
@@ -179,8 +182,11 @@ class CollisionPairLogps(PairLogps):
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> CollisionPairLogps:
-        """tokens: the log of that probability at each token of all responses, [N]."""
-        return cls(**vars(PairLogps.select(policy, reference, batch)), **_sums_of_pairs(cls, tokens, batch))
+        """tokens: the log of that probability, summed over each response's tokens, [K]."""
+        (collision,) = tokens
+        own = PairLogps.select(policy, reference, batch)
+        chosen, rejected = batch.pairs[:, 0], batch.pairs[:, 1]
+        return cls(**vars(own), chosen_collision=collision[chosen], rejected_collision=collision[rejected])
 
 
 @dataclass
@@ -192,23 +198,15 @@ class DivergencePairLogps(PairLogps):
     rejected_divergence: torch.Tensor
 
     needs_tokens: ClassVar[str] = "divergence"
+    reference_by_token: ClassVar[bool] = True
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> DivergencePairLogps:
-        """tokens: the divergence at each token of all responses, [N]."""
-        return cls(**vars(PairLogps.select(policy, reference, batch)), **_sums_of_pairs(cls, tokens, batch))
-
-
-def _added(cls) -> list[str]:
-    """Names of the fields that a class has more than PairLogps."""
-    return [each.name for each in fields(cls)[len(fields(PairLogps)) :]]
-
-
-def _sums_of_pairs(cls, tokens, batch) -> dict[str, torch.Tensor]:
-    """The fields of a class that are sums of the numbers [N] of all responses' tokens, by name."""
-    (numbers,) = tokens
-    sums = torch.stack([part.sum() for part in numbers.split(batch.lengths.long().tolist())])
-    return dict(zip(_added(cls), (sums[batch.pairs[:, 0]], sums[batch.pairs[:, 1]]), strict=True))
+        """tokens: the divergence, summed over each response's tokens, [K]."""
+        (divergence,) = tokens
+        own = PairLogps.select(policy, reference, batch)
+        chosen, rejected = batch.pairs[:, 0], batch.pairs[:, 1]
+        return cls(**vars(own), chosen_divergence=divergence[chosen], rejected_divergence=divergence[rejected])
 
 
 @dataclass
@@ -230,6 +228,7 @@ class UnpairedLogps:
     has_chosen: ClassVar[bool] = True
     needs_scores: ClassVar[bool] = False
     needs_tokens: ClassVar[str] = ""
+    reference_by_token: ClassVar[bool] = False  # so that its log-probs of whole responses do not suffice
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> UnpairedLogps:
@@ -319,6 +318,7 @@ class GroupLogps:
     has_chosen: ClassVar[bool] = False
     needs_scores: ClassVar[bool] = False
     needs_tokens: ClassVar[str] = ""
+    reference_by_token: ClassVar[bool] = False  # so that its log-probs of whole responses do not suffice
 
     @classmethod
     def select(cls, policy: torch.Tensor, reference: torch.Tensor, batch, tokens=()) -> GroupLogps:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated
 
 from losses.inputs import PairLogps
-from losses.pairwise import Beta, LabelSmoothing, log_ratios
-from losses.registry import PAIR_REWARDS, LossOutput, Option, Start, register_loss
+from losses.pairwise import LN2, Beta, LabelSmoothing, log_ratios, smoothed_logistic
+from losses.registry import PAIR_REWARDS, LossOutput, Option, register_loss
 from utils import LazyModule
 
 if TYPE_CHECKING:
@@ -15,12 +14,6 @@ if TYPE_CHECKING:
     import torch.nn.functional as F
 else:
     torch, F = LazyModule("torch"), LazyModule("torch.nn.functional")
-
-LN2 = Start(math.log(2), "ln 2")
-
-
-def _smoothed(logits: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    return -F.logsigmoid(logits) * (1 - label_smoothing) - F.logsigmoid(-logits) * label_smoothing
 
 
 def _at_own_places(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -37,7 +30,7 @@ def aot(pairs: PairLogps, *, beta: Beta, label_smoothing: LabelSmoothing = 0.0) 
     """
     policy, order = (pairs.policy_chosen - pairs.policy_rejected).sort()
     reference = (pairs.reference_chosen - pairs.reference_rejected).sort().values
-    losses = _smoothed(beta * (policy - reference), label_smoothing)
+    losses = smoothed_logistic(beta * (policy - reference), label_smoothing)
     return LossOutput(_at_own_places(losses, order), pairs.rewards(beta))
 
 
@@ -50,7 +43,7 @@ def aot_unpaired(pairs: PairLogps, *, beta: Beta, label_smoothing: LabelSmoothin
     """
     chosen, rejected = log_ratios(pairs)
     chosen, order = chosen.sort()
-    losses = _smoothed(beta * (chosen - rejected.sort().values), label_smoothing)
+    losses = smoothed_logistic(beta * (chosen - rejected.sort().values), label_smoothing)
     return LossOutput(_at_own_places(losses, order), pairs.rewards(beta))
 
 

@@ -17,8 +17,6 @@ else:
 
 Beta = Annotated[float, Option("pull to the reference", low=0, open=True)]
 ReferenceFree = Annotated[bool, Option("no reference model")]
-
-
 LabelSmoothing = Annotated[float, Option("share of swapped labels", low=0, high=0.4999999999999999)]
 LN2 = Start(math.log(2), "ln 2")
 
@@ -28,6 +26,11 @@ def log_ratios(pairs: PairLogps, reference_free: bool = False) -> tuple[torch.Te
     if reference_free:
         return pairs.policy_chosen, pairs.policy_rejected
     return pairs.policy_chosen - pairs.reference_chosen, pairs.policy_rejected - pairs.reference_rejected
+
+
+def smoothed_logistic(logits: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    """-log sigmoid(logits), of labels that are swapped with this probability: [E] -> [E]."""
+    return -F.logsigmoid(logits) * (1 - label_smoothing) - F.logsigmoid(-logits) * label_smoothing
 
 
 @register_loss("dpo", start=lambda **_: LN2)
@@ -60,9 +63,7 @@ def dpo(
         ValueError: an unknown f_divergence.
     """
     chosen, rejected = (divergence_score(ratio, f_divergence, alpha) for ratio in log_ratios(pairs, reference_free))
-    logits = beta * (chosen - rejected)
-    losses = -F.logsigmoid(logits) * (1 - label_smoothing) - F.logsigmoid(-logits) * label_smoothing
-    return LossOutput(losses, pairs.rewards(beta))
+    return LossOutput(smoothed_logistic(beta * (chosen - rejected), label_smoothing), pairs.rewards(beta))
 
 
 def divergence_score(log_ratio: torch.Tensor, f_divergence: str, alpha: float) -> torch.Tensor:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Annotated
 
 from losses.inputs import Metric, PairLogps
-from losses.pairwise import LabelSmoothing
+from losses.pairwise import LabelSmoothing, smoothed_logistic
 from losses.registry import PAIR_REWARDS, LossOutput, Option, register_loss
 from utils import LazyModule
 
@@ -44,8 +44,7 @@ def simpo(
     """
     pairs = pairs.averaged()
     logits = beta * (pairs.policy_chosen - pairs.policy_rejected) - gamma
-    losses = -F.logsigmoid(logits) * (1 - label_smoothing) - F.logsigmoid(-logits) * label_smoothing
-    return LossOutput(losses, own_rewards(pairs, beta))
+    return LossOutput(smoothed_logistic(logits, label_smoothing), own_rewards(pairs, beta))
 
 
 @register_loss("cpo", reference=False)
@@ -56,8 +55,7 @@ def cpo(pairs: PairLogps, *, beta: Scale, label_smoothing: LabelSmoothing = 0.0)
     Returns: losses [E]; rewards are beta * log(policy).
     """
     logits = beta * (pairs.policy_chosen - pairs.policy_rejected)
-    losses = -F.logsigmoid(logits) * (1 - label_smoothing) - F.logsigmoid(-logits) * label_smoothing
-    return LossOutput(losses, own_rewards(pairs, beta))
+    return LossOutput(smoothed_logistic(logits, label_smoothing), own_rewards(pairs, beta))
 
 
 @register_loss("orpo", reference=False, metrics=(*PAIR_REWARDS, "log_odds_ratio"))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from losses.inputs import CollisionPairLogps, DivergencePairLogps, FrontPairLogps
-from losses.pairwise import Beta, log_ratios
-from losses.registry import PAIR_REWARDS, LossOutput, Option, Start, register_loss
+from losses.pairwise import LN2, Beta, log_ratios
+from losses.registry import PAIR_REWARDS, LossOutput, Option, register_loss
 from utils import LazyModule
 
 if TYPE_CHECKING:
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
     import torch.nn.functional as F
 else:
     torch, F = LazyModule("torch"), LazyModule("torch.nn.functional")
-
-LN2 = Start(math.log(2), "ln 2")
 
 
 @register_loss("ld_dpo", start=lambda **_: LN2)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated
 
 from losses.inputs import UnpairedLogps, UnpairedWithMismatched
-from losses.pairwise import Beta
+from losses.pairwise import LN2, Beta
 from losses.registry import UNPAIRED_REWARDS, LossOutput, Option, Start, register_loss
 from utils import LazyModule
 
@@ -45,11 +44,11 @@ def kto(
     metrics=(*UNPAIRED_REWARDS, "reward_baseline"),
     step_wide=True,
     memory={"reward_sum": 0.0, "reward_count": 0.0},
-    start=lambda **_: Start(math.log(2), "ln 2"),
+    start=lambda **_: LN2,
 )
 def bco(responses: UnpairedLogps, *, beta: Beta, memory: dict[str, float]) -> LossOutput:
-    """Binary classifier optimisation (BCO, arXiv 2404.04656): good or bad is told by the reward's place above
-    or below a baseline, the mean reward of all responses trained on so far, this step's included.
+    """Binary classifier optimisation (BCO, arXiv 2404.04656): a response's reward is to be above or below
+    a baseline, the mean reward of all responses trained on so far, this step's included.
 
     Args:
         responses: of the whole step; memory: sum and count of the rewards of earlier steps.

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch.distributed.tensor import DTensor
 
+import private_apis
 from checkpoint.names import clean_name
 from data.batching import to_device
 from modeling.digest import weights_digest
@@ -105,7 +105,7 @@ class Reference:
         assert self.model is not None
         theirs = {clean_name(name): parameter for name, parameter in self.policy.named_parameters()}
         for name, parameter in self.model.named_parameters():
-            own, new = local_part(parameter), local_part(theirs[clean_name(name)])
+            own, new = private_apis.local_tensor(parameter), private_apis.local_tensor(theirs[clean_name(name)])
             own.lerp_(new.to(own.device, own.dtype), self.config.reference.sync_mix)
 
     def _open_cache(self) -> ReferenceCache:
@@ -185,11 +185,6 @@ class Reference:
                     f"The reference gives response {response} of {self.datasets[split][dataset].name} ({split}) the "
                     f"log-prob {value}. Use model.reference_dtype=float32, or look at the model's weights."
                 )
-
-
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def cache_name(dataset, probe: str) -> str:

@@ -25,7 +25,12 @@ def response_logps(model, batch: MicroBatch) -> torch.Tensor:
 
     Returns: float32 [K], in the batch's response order, differentiable.
     """
-    return torch.stack([part.sum() for part in token_logps(model, batch).split(batch.lengths_list)])
+    return sum_responses(token_logps(model, batch), batch)
+
+
+def sum_responses(tokens: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Sums [K] over the scored tokens [N] of each response."""
+    return torch.stack([part.sum() for part in tokens.split(batch.lengths_list)])
 
 
 def token_logps(model, batch: MicroBatch, layout: PackedLayout | None = None) -> torch.Tensor:

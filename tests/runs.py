@@ -205,6 +205,36 @@ def train(folder: Path, *overrides: str, world: World = World(), prepare=None, r
     return seen
 
 
+def train_in_two(folder: Path, *overrides: str, stop_in: int, prepare=None) -> tuple[Run, Run]:
+    """A run that a signal comes to in the step `stop_in`, so that it ends after the next one, and the run that goes on
+    from there. `prepare` is called with both trainers."""
+    import signal
+
+    from checkpoint import run_folder
+
+    run_dir, stopped = new_run_dir(folder), []
+
+    def stopping(trainer):
+        if prepare:
+            prepare(trainer)
+        stopped.append(trainer.seen)
+        step = trainer.train_step
+
+        def interrupted(s):
+            metrics = step(s)
+            if s.number == stop_in:
+                trainer.signals.received = signal.SIGTERM
+            return metrics
+
+        trainer.train_step = interrupted
+
+    run_folder.make(settings_of(folder, *overrides, f"local_run_dir={run_dir}"))
+    with suppress(SystemExit):
+        train(folder, *overrides, prepare=stopping, run_dir=run_dir)
+        raise AssertionError("the run was not stopped")
+    return stopped[0], train(folder, *overrides, f"resume={run_dir}", prepare=prepare, run_dir=run_dir)
+
+
 _baselines: dict[tuple, Run] = {}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import LLAMA, STRONG, assert_same_training, train, write_data
+from runs import LLAMA, STRONG, assert_same_training, train
 
 import losses
 from data.batching import pack
@@ -32,13 +32,6 @@ def test_examples_of_each_kind():
         [1, -1, 0],
     ]
     assert preferences_of(PAIRS, 0).tolist() == [[0, 1], [0, 2], [2, 1]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kinds")
-    write_data(folder / "data")
-    return folder
 
 
 def test_a_loss_of_single_responses(folder):

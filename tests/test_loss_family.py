@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
-from runs import LLAMA, STRONG, assert_same_training, baseline, train, write_data
+from runs import LLAMA, STRONG, assert_same_training, baseline, train
 
 from losses import LOSSES, find_loss
 from losses.inputs import (
@@ -179,7 +179,7 @@ def test_length_desensitised_dpo():
 
 def test_weights_of_wpo():
     sums = values(-3, -9), values(-4, -9)
-    pairs = CollisionPairLogps.select(*sums, token_batch(), (values(-0.5, -0.5, -1, -1, -1, -2),))
+    pairs = CollisionPairLogps.select(*sums, token_batch(), (values(-0.5 - 0.5, -1 - 1 - 1 - 2),))
     weight = math.exp((-3 + 1) / 2) * math.exp((-9 + 5) / 4)
     output = compute("wpo", pairs, beta=BETA)
     assert output.losses.item() == pytest.approx(weight * logistic(0.1 * 1))
@@ -189,7 +189,8 @@ def test_weights_of_wpo():
 def test_token_level_dpo():
     sums = values(-3, -9), values(-4, -9)
     divergence = values(0.1, 0.2, 0.3, 0.1, 0.2, 0.3).requires_grad_()
-    pairs = DivergencePairLogps.select(*sums, token_batch(), (divergence,))
+    of_responses = torch.stack([divergence[:2].sum(), divergence[2:].sum()])
+    pairs = DivergencePairLogps.select(*sums, token_batch(), (of_responses,))
     assert compute("tdpo", pairs, beta=BETA, variant="tdpo1").losses.item() == pytest.approx(logistic(0.1 * (1 - 0.6)))
     second = compute("tdpo", pairs, beta=BETA, alpha=0.5).losses
     assert second.item() == pytest.approx(logistic(0.1 * (1 - 0.3)))
@@ -361,16 +362,9 @@ def test_order_of_examples_does_not_matter(name):
 # ---- In runs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("family")
-    write_data(folder / "data")
-    return folder
-
-
 def online(name):
     """What a loss asks for that looks at the reference token by token."""
-    return ["reference.mode=online"] if LOSSES[name].inputs.needs_tokens in ("logps", "divergence") else []
+    return ["reference.mode=online"] if LOSSES[name].inputs.reference_by_token else []
 
 
 WITHOUT_SCORES = [name for name in FAMILY if not LOSSES[name].inputs.needs_scores]

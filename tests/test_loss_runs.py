@@ -1,12 +1,9 @@
 """Losses in real runs: on several processes, stopped and resumed, and beside TRL's implementations."""
 
-import signal
-
 import pytest
 import torch
-from runs import LLAMA, STRONG, assert_same_training, baseline, new_run_dir, settings_of, train
+from runs import LLAMA, STRONG, assert_same_training, baseline, train, train_in_two
 
-from checkpoint import run_folder
 from losses import LOSSES
 
 # Losses of pairs without scores, which the rows of conftest's folder have not.
@@ -27,7 +24,7 @@ def marked(names):
 @pytest.mark.parametrize("place", ["FULL_SHARD", "TP"])
 @pytest.mark.parametrize("name", marked(NAMES))
 def test_two_processes_train_as_one_does(folder, sharded, name, place):
-    online = LOSSES[name].inputs.needs_tokens in ("logps", "divergence")
+    online = LOSSES[name].inputs.reference_by_token
     more = ["reference.mode=online"] if online else []
     runs = sharded(2, place, *more, loss=name)
     assert_same_training(baseline(folder, *LLAMA, f"loss={name}", *more), runs[0])
@@ -45,22 +42,7 @@ def test_two_processes_train_a_mix_as_one_does(folder, sharded):
 def test_a_resumed_run_is_the_same_to_the_bit(folder, options):
     """What a loss keeps from step to step is part of the state."""
     options = (*LLAMA, *STRONG, *options, "n_examples=25", "debug=false", "checkpoint.formats=[state]")
-    whole, run_dir = train(folder, *options), new_run_dir(folder)
-    run_folder.make(settings_of(folder, *options, f"local_run_dir={run_dir}"))
-
-    def stopping(trainer):
-        step = trainer.train_step
-
-        def interrupted(s):
-            metrics = step(s)
-            if s.number == 1:
-                trainer.signals.received = signal.SIGTERM
-            return metrics
-
-        trainer.train_step = interrupted
-
-    with pytest.raises(SystemExit):
-        train(folder, *options, prepare=stopping, run_dir=run_dir)
-    rest = train(folder, *options, f"resume={run_dir}", run_dir=run_dir)
+    whole = train(folder, *options)
+    _, rest = train_in_two(folder, *options, stop_in=1)
     assert 1 <= len(rest.losses) < len(whole.losses) and rest.losses == whole.losses[-len(rest.losses) :]
     assert all(torch.equal(whole.weights[name], value) for name, value in rest.weights.items())

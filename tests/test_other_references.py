@@ -1,13 +1,10 @@
 """References other than the policy's start: another model, other weights, and one that follows the policy."""
 
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from runs import FSDP, LLAMA, STRONG, assert_same_training, new_run_dir, save_model, settings_of, train
-
-from checkpoint import run_folder
+from runs import FSDP, LLAMA, STRONG, assert_same_training, save_model, settings_of, train, train_in_two
 
 SHORT = ("n_examples=20", "batch_size=5", "lr=1e-3", "warmup_steps=0")
 
@@ -113,23 +110,8 @@ def test_a_following_reference_on_two_processes(folder, sharded, name):
 def test_a_following_reference_is_part_of_the_state(trained):
     place, _ = trained
     options = (*LLAMA, *SHORT, *FOLLOWING, "reference.sync_mix=0.5", "debug=false", "checkpoint.formats=[state]")
-    whole, run_dir = train(place, *options), new_run_dir(place)
-    run_folder.make(settings_of(place, *options, f"local_run_dir={run_dir}"))
-
-    def stopping(trainer):
-        step = trainer.train_step
-
-        def interrupted(s):
-            metrics = step(s)
-            if s.number == 1:
-                trainer.signals.received = signal.SIGTERM
-            return metrics
-
-        trainer.train_step = interrupted
-
-    with pytest.raises(SystemExit):
-        train(place, *options, prepare=stopping, run_dir=run_dir)
-    rest = train(place, *options, f"resume={run_dir}", run_dir=run_dir)
+    whole = train(place, *options)
+    _, rest = train_in_two(place, *options, stop_in=1)
     assert len(rest.losses) == 1 and rest.losses == whole.losses[-1:]
     assert all(torch.equal(whole.weights[name], value) for name, value in rest.weights.items())
 

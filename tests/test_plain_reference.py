@@ -8,17 +8,14 @@ by 1e-2 and more. Weights are compared by how far they moved, to 1e-3 of it.
 
 import json
 import math
-import signal
 
 import plain_reference
 import pytest
 import torch
 from architectures import make
 from plain_reference import Objective, Optimizer
-from runs import new_run_dir, placement, settings_of, train, train_together
+from runs import new_run_dir, placement, train, train_in_two, train_together
 from small_tokenizers import byte_level
-
-from checkpoint import run_folder
 
 KINDS = (
     "llama_tied",
@@ -309,29 +306,8 @@ def test_steps_repeated_in_smaller_passes_change_nothing(place, kind):
 
 @BOTH
 def test_a_run_that_was_stopped_and_resumed_equals_the_plain_one(place, kind):
-    run_dir, runs = new_run_dir(place), []
-
-    def stopped(trainer):
-        note_numbers(trainer)
-        runs.append(trainer.seen)
-        step = trainer.train_step
-
-        def interrupted(s):
-            metrics = step(s)
-            if s.number == 0:
-                trainer.signals.received = signal.SIGTERM
-            return metrics
-
-        trainer.train_step = interrupted
-
     options = options_of(place, kind, "debug=false")
-    run_folder.make(settings_of(place, *options, f"local_run_dir={run_dir}"))
-    with pytest.raises(SystemExit):
-        train(place, *options, prepare=stopped, run_dir=run_dir)
-    (first,) = runs
-    rest = train(
-        place, *options_of(place, kind, "debug=false", f"resume={run_dir}"), prepare=note_numbers, run_dir=run_dir
-    )
+    first, rest = train_in_two(place, *options, stop_in=0, prepare=note_numbers)
     assert 1 <= len(first.steps) < 3
     rest.steps, rest.examples = first.steps + rest.steps, first.examples + rest.examples
     check_equal(rest, reference(place, kind, rest.examples, Objective("dpo")))

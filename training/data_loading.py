@@ -11,7 +11,7 @@ import numpy as np
 
 from data.batching import MicroBatch, PromptUnit, pack, pad
 from data.dataset_names import short_names
-from data.examples import ONE_RESPONSE
+from data.examples import ONE_RESPONSE, rows_of
 from data.options import mixture_weights
 from data.sampler import BatchSampler, DatasetMixture
 from data.tokenization import load_tokenized
@@ -132,7 +132,7 @@ def check_scores(config: Settings, datasets: dict[str, list]) -> None:
 
 def check_labels(kind: str, datasets: list) -> None:
     """Refuse single responses that are all good or all bad: there is nothing to tell apart."""
-    if not kind.startswith("unpaired"):
+    if rows_of(kind) != "unpaired":
         return
     good = sum(int((dataset.examples[:, 1] >= 0).sum()) for dataset in datasets)
     every = sum(len(dataset.examples) for dataset in datasets)

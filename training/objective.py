@@ -12,9 +12,10 @@ import torch
 from data.batching import MicroBatch
 from losses import Loss
 from modeling.reference import Reference
+from modeling.scoring import sum_responses
 from parallel.placement import Placement
 from training.metrics import ExampleMetrics, MetricAccumulator
-from training.token_numbers import TOKEN_NUMBERS, sum_responses
+from training.token_numbers import TOKEN_NUMBERS
 
 # Of a micro-batch: gradient of the step's loss with respect to its log-probs [K], losses [E], metrics.
 Found: TypeAlias = tuple[torch.Tensor, torch.Tensor, ExampleMetrics]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from data.batching import MicroBatch
+from modeling.scoring import sum_responses
 
 
 @dataclass
@@ -16,7 +17,7 @@ class TokenNumbers:
 
     Attributes:
         policy, reference: log-probs; reference None where they need not be known token by token.
-        numbers: what the input's `select` is given.
+        numbers: what the input's `select` is given: sums over each response's tokens [K], or numbers of tokens [N].
     """
 
     policy: torch.Tensor
@@ -33,7 +34,7 @@ def logps(policy, reference, batch: MicroBatch) -> TokenNumbers:
 
 def collisions(policy, reference, batch: MicroBatch) -> TokenNumbers:
     own, found = policy.token_collisions(batch)
-    return TokenNumbers(own, None, (found,))
+    return TokenNumbers(own, None, (sum_responses(found, batch),))
 
 
 def divergence(policy, reference, batch: MicroBatch) -> TokenNumbers:
@@ -41,14 +42,9 @@ def divergence(policy, reference, batch: MicroBatch) -> TokenNumbers:
         distributions = reference.token_distributions(batch)
     own, found = policy.token_divergence(batch, distributions)
     theirs = distributions.gather(1, batch.targets[:, None]).squeeze(1)
-    return TokenNumbers(own, theirs, (found,))
+    return TokenNumbers(own, theirs, (sum_responses(found, batch),))
 
 
 TOKEN_NUMBERS: dict[str, Callable[..., TokenNumbers]] = {
     function.__name__: function for function in (logps, collisions, divergence)
 }
-
-
-def sum_responses(tokens: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Sums [K] over the tokens [N] of each response."""
-    return torch.stack([part.sum() for part in tokens.split(batch.lengths_list)])

@@ -17,8 +17,7 @@ def check(settings: Settings) -> None:
             refuse_change(settings, key, f"{why} uses no reference model")
     else:
         _check_reference(settings)
-        needs = loss.inputs.needs_tokens
-        if needs in ("logps", "divergence") and settings.reference.mode != "online":
+        if loss.inputs.reference_by_token and settings.reference.mode != "online":
             raise ValueError(
                 f"loss={loss.name} reads the reference's log-probs token by token, and kept are those of whole "
                 "responses: set reference.mode=online"
