@@ -75,6 +75,13 @@ def main(composed: DictConfig) -> float | None:
 
                 command.print_plan(config)
             return None
+        if config.show is not None:
+            if is_main_process():
+                from training import inspection
+
+                if not inspection.show(config):
+                    raise SystemExit(1)
+            return None
         check_devices(config, given)
         return run(config, fresh_process=in_sweep)
     except Exception as error:

@@ -193,7 +193,7 @@ def load_tokenized(
     Raises ValueError for data that cannot be read or of which no example is left.
     """
     source = open_source(name, split, config, kind)
-    limits = Limits(config.max_length, config.max_prompt_length, source.truncation, config.data.on_overlong)
+    limits = limits_of(source, config)
     encoder = TextEncoder.of_options(tokenizer, config.data)
     identity = [FORMAT, source.fingerprint, encoder.digest(), rows_of(kind), vars(limits)]
     key = checksum(json.dumps(identity, sort_keys=True).encode())
@@ -233,6 +233,11 @@ def load_tokenized(
     dataset.notices = notice + dataset.notices
     dataset.own_test_split = source.own_test_split
     return dataset.of_kind(kind)
+
+
+def limits_of(source: Source, config: DataOptions) -> Limits:
+    """How much of its groups the settings let stay."""
+    return Limits(config.max_length, config.max_prompt_length, source.truncation, config.data.on_overlong)
 
 
 def _opened(folder: Path, name: str, split: str) -> TokenizedDataset:
@@ -341,7 +346,7 @@ def tokenized_chunks(
 
     def rendered_chunks():
         while chunk := list(islice(groups, CHUNK)):
-            kept = [_rendered(group, encoder, kind, source, counts) for group in chunk]
+            kept = [rendered_group(group, encoder, kind, source, counts) for group in chunk]
             kept = [each for each in kept if each]
             work.append((len(chunk), kept))
             yield [rendered for _, rendered, _, _ in kept]
@@ -376,7 +381,7 @@ def _one_ahead(function, items):
             yield running.result()
 
 
-def _rendered(group: PromptGroup, encoder: TextEncoder, kind: str, source: Source, counts: Counter):
+def rendered_group(group: PromptGroup, encoder: TextEncoder, kind: str, source: Source, counts: Counter):
     """(group, its texts, pairs into them, their scores), or None for a group that this loss has no use for."""
     if kind == "responses":
         if not group.sft_targets:

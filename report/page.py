@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from atomic_files import write_atomically
@@ -49,8 +49,8 @@ def write_report(run_dir: str, earlier: list[str] | None = None) -> str:
     return path
 
 
-def render(run: Run, stages: list[Run]) -> str:
-    """The page of a run and of the stages before it, oldest first."""
+def page_template(name: str) -> Template:
+    """A template of the folder templates/, which escapes what it is given; `style` is the style sheet of all pages."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -60,9 +60,13 @@ def render(run: Run, stages: list[Run]) -> str:
     )
     environment.filters |= {"short": short, "chart": draw}
     with open(os.path.join(TEMPLATES, "report.css"), encoding="utf-8") as file:
-        style = Markup(file.read())
-    return environment.get_template("page.html").render(
-        style=style,
+        environment.globals["style"] = Markup(file.read())
+    return environment.get_template(name)
+
+
+def render(run: Run, stages: list[Run]) -> str:
+    """The page of a run and of the stages before it, oldest first."""
+    return page_template("page.html").render(
         title=run.name,
         folder=run.folder,
         made=time.strftime("%Y-%m-%d %H:%M:%S"),

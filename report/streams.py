@@ -34,6 +34,14 @@ def flush_streams() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def write_out(text: str) -> None:
+    """Write to stdout, if it is still there, with ? for what its encoding lacks."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+
+
 def write_error(text: str) -> None:
     """Write to stderr, if it is still there."""
     with contextlib.suppress(OSError, ValueError):

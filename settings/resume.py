@@ -183,7 +183,7 @@ def changed_keys(config: DictConfig, saved: DictConfig, overrides: list[str]) ->
     old = flatten(cast(dict, OmegaConf.to_container(saved, resolve=True)))
     kept = {key for key, declared in SCHEMA.items() if declared.pinned and OmegaConf.select(config, key) is None}
     changed = {}
-    for key in sorted({*now, *old} - {"resume", "plan"} - kept):
+    for key in sorted({*now, *old} - {"resume", "plan", "show", "show_files"} - kept):
         if any(name in ("", key) or key.startswith(name + ".") or name.startswith(key + ".") for name in named):
             if now.get(key) != old.get(key):
                 changed[key] = old.get(key), now.get(key)

@@ -171,6 +171,10 @@ class Settings:
     plan_device_memory_gb: float | None = key(
         "plan=true: memory of a device, 10^9 bytes; null: a visible one's", low=0, open=True, may_change=True
     )
+    show: int | None = key(
+        "print so many examples as they are trained, figures of the data, and end", low=1, may_change=True
+    )
+    show_files: tuple[str, ...] = key("show: .html and .json files to write it to", may_change=True)
     # Devices
     trainer: Literal["BasicTrainer", "FSDPTrainer", "TensorParallelTrainer"] = key("placement")
     device: str | None = key("cpu, cuda, cuda:1, mps; null: the best there is", may_change=True)

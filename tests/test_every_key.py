@@ -80,7 +80,8 @@ class Case:
         context: what both runs have beside it.
         see: parts of `watched_run` in which the change must be seen; empty: any that does not depend on caches.
         spoiled: numbers of the examples whose losses are not finite in both runs.
-        how: "run"; "launch": only what starting it would ask for; "plan": what is planned; "settings": another key.
+        how: "run"; "launch": only what starting it would ask for; "plan": what is planned; "show": what is
+            shown; "settings": another key.
         unseen_with: the loss with which the change is allowed and changes nothing.
         read: whether a run reads the key from the settings; False where it goes by another way, which `see` shows.
     """
@@ -146,6 +147,8 @@ CASES = {
     "resume": Case("resume={stopped}", "debug=false checkpoint.formats=[state]", see=("steps",)),
     "plan": Case("plan=true", how="plan", read=False),
     "plan_device_memory_gb": Case("plan_device_memory_gb=7", "plan=true", how="plan", read=False),
+    "show": Case("show=2", how="show", read=False),
+    "show_files": Case("show_files=[{folder}/data.json]", "show=1", how="show", read=False),
     "trainer": Case(
         {
             "BasicTrainer": "trainer=FSDPTrainer world_size=1",
@@ -399,6 +402,7 @@ def test_a_change_that_is_accepted_is_seen(place, trainer):
             see = {
                 "launch": lambda words: launched(settings.finalize(compose(words))),
                 "plan": planned,
+                "show": shown,
                 "settings": finalized,
             }
             one, other = (see[case.how](lines(place, trainer, loss, case, c, alone=False)) for c in (False, True))
@@ -417,6 +421,17 @@ def test_a_change_that_is_accepted_is_seen(place, trainer):
     assert {
         part: again[part] for part in again if first[part] != again[part] and part not in ("caches", "workers")
     } == {}
+
+
+def shown(words: list[str]) -> list:
+    """The examples that a command would show, and the files that are there afterwards."""
+    from training import inspection
+
+    config = settings.finalize(compose(words))
+    if config.show is None:
+        return []
+    inspection.show(config)
+    return [inspection.inspect(config, config.show).examples, [Path(path).exists() for path in config.show_files]]
 
 
 def finalized(words: list[str]) -> dict:

@@ -13,6 +13,15 @@ def check(settings: Settings) -> None:
             f"plan_device_memory_gb={show(settings.plan_device_memory_gb)} is what a plan is made for: it "
             "needs plan=true"
         )
+    if settings.plan and settings.show is not None:
+        raise ValueError("plan=true and show both end before a run: give one of them")
+    if settings.show_files and settings.show is None:
+        raise ValueError(f"show_files={show(settings.show_files)} is where show writes to: give show=5, too")
+    for path in settings.show_files:
+        if not path.endswith((".html", ".json")):
+            raise ValueError(f"show_files: {path} is not allowed; allowed: names that end with .html or .json")
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            raise ValueError(f"show_files: there is no folder {os.path.dirname(path)}")
     if not settings.local_dirs:
         raise ValueError("local_dirs is empty: name at least one folder for runs, such as local_dirs=[.cache]")
     formats, known = settings.checkpoint.formats, ["state", "policy", "hf"]
