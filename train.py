@@ -5,12 +5,14 @@ nothing heavy at the top, so that a mistake on the command line is reported with
 """
 
 import contextlib
+import functools
 import importlib
 import os
 import re
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -53,11 +55,12 @@ OmegaConf.register_new_resolver("sweep_dir", sweep_dir, use_cache=True, replace=
 @hydra.main(version_base="1.3", config_path=settings.CONFIG_DIR, config_name="config")
 def main(composed: DictConfig) -> float | None:
     """One run: check the settings, train, and return the last evaluation's metric, which sweepers can optimise."""
-    in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    try:
+    in_sweep = is_in_sweep()
+    with reported(in_sweep):
         overrides = overrides_of_job()
         given = settings.named_keys(overrides)
         settings.check_given(composed, given)
+        refuse_keys_of_evaluate(given)
         if composed.resume is not None:
             composed, notes = resume.resumed_config(composed, overrides)
             if notes and is_main_process():
@@ -84,6 +87,17 @@ def main(composed: DictConfig) -> float | None:
             return None
         check_devices(config, given)
         return run(config, fresh_process=in_sweep)
+
+
+def is_in_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+@contextlib.contextmanager
+def reported(in_sweep: bool) -> Iterator[None]:
+    """Around a job: its errors are reported here, and not by Hydra, which prints the command line before them."""
+    try:
+        yield
     except Exception as error:
         if in_sweep:  # Hydra reports failed jobs only when all have ended
             report_error(error, f"job {HydraConfig.get().job.num}: ")
@@ -99,33 +113,47 @@ def overrides_of_job() -> list[str]:
     return list(OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
 
 
+def refuse_keys_of_evaluate(given: list[str]) -> None:
+    """Training evaluates on held-out data and on the sets of evals.during_training."""
+    for key in given:
+        if key in ("evals.checkpoint", "evals.reference", "evals.against", "evals.split"):
+            raise ValueError(f"{key} is read by evaluate.py only: leave it out, or run python evaluate.py")
+
+
 def check_devices(config: Settings, given: list[str]) -> None:
     """The checks that depend on the devices of this machine, which only torch knows."""
     kind, count = launch.visible_devices(config)
     settings.check(settings.replace(config, {"device": config.device or kind}), count, given)
 
 
-def run(config: Settings, fresh_process: bool = False) -> float | None:
-    """Make the run's folder and train on every device. The folder is removed if the run ends before it starts."""
+def run(config: Settings, work: Callable | None = None, fresh_process: bool = False) -> float | None:
+    """Make the run's folder and work on every device. The folder is removed if the run ends before it starts.
+
+    Args:
+        work: what every rank calls with (config, run_dir, world); None: `train`.
+    """
+    work = importable(work or train)
     if utils.joined_world() is not None:
-        return launch.launch(train_in_new_folder, config)  # the ranks must agree first, and rank 0 makes the folder
+        # The ranks must agree first, and rank 0 makes the folder.
+        return launch.launch(functools.partial(work_in_new_folder, work), config)
     run_dir = run_folder.make(config)
     try:
-        return launch.launch(importable(train), config, run_dir, fresh=fresh_process)
+        return launch.launch(work, config, run_dir, fresh=fresh_process)
     except BaseException:
         run_folder.discard_unused(run_dir)
         raise
 
 
 def importable(function):
-    """A function of this file that new processes can find by its name.
+    """A function of train.py or evaluate.py that new processes can find by its name.
 
     In a launcher's job (submitit) main() may have come as code, without a module to import, and `__main__` is then the
     launcher's own.
     """
     if getattr(sys.modules.get(function.__module__), function.__name__, None) is function:
         return function
-    return getattr(importlib.import_module("train"), function.__name__)
+    file = os.path.basename(function.__code__.co_filename)
+    return getattr(importlib.import_module(file.removesuffix(".py")), function.__name__)
 
 
 def train(config: Settings, run_dir: str, world: utils.World) -> float | None:
@@ -135,7 +163,7 @@ def train(config: Settings, run_dir: str, world: utils.World) -> float | None:
     return trainers.run(config, run_dir, world)
 
 
-def train_in_new_folder(config: Settings, _, world: utils.World) -> float | None:
+def work_in_new_folder(work: Callable, config: Settings, _, world: utils.World) -> float | None:
     """What every rank of a world that others started runs."""
     made: str | ValueError | None = None
     if world.is_main:
@@ -147,7 +175,7 @@ def train_in_new_folder(config: Settings, _, world: utils.World) -> float | None
     if isinstance(run_dir, ValueError):
         raise ValueError(str(run_dir))
     try:
-        return train(config, run_dir, world)
+        return work(config, run_dir, world)
     except BaseException:
         if world.is_main:
             run_folder.discard_unused(run_dir)
@@ -157,8 +185,8 @@ def train_in_new_folder(config: Settings, _, world: utils.World) -> float | None
 # ---- The command line and its errors --------------------------------------------------------------------------------
 
 
-def command_line() -> int:
-    """Run main() on sys.argv. Mistakes of the user's become one message on stderr; returns the exit code."""
+def command_line(main: Callable[[], object] = main) -> int:
+    """Run `main` on sys.argv. Mistakes of the user's become one message on stderr; returns the exit code."""
     global _on_command_line
     _on_command_line = True
     streams.open_standard_streams()

@@ -50,7 +50,13 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>"
 TOKENS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 16, "mps": 16}
 
 
-def generate_samples(
+def generate_samples(model, tokenizer: Any, prompts: Sequence[np.ndarray], **options: Any) -> list[str]:
+    """The continuations of `generate_ids` as text; the same arguments."""
+    new = generate_ids(model, tokenizer, prompts, **options)
+    return [decode(tokenizer, np.asarray(prompt, dtype=np.int64), ids) for prompt, ids in zip(prompts, new)]
+
+
+def generate_ids(
     model: torch.nn.Module,
     tokenizer: Any,
     prompts: Sequence[np.ndarray],
@@ -64,8 +70,9 @@ def generate_samples(
     device: torch.device | str | None = None,
     shard: tuple[int, int] | None = None,
     notice: Callable[[str], None] = warnings.warn,
-) -> list[str]:
-    """Continue each prompt and return the continuations as text, in the order of `prompts`, on every rank.
+) -> list[list[int]]:
+    """Continue each prompt and return the tokens of the continuations, in the order of `prompts`, on every rank. The
+    token that ends one is left off.
 
     Args:
         prompts: token ids, one 1-D integer array a prompt, BOS included where the model wants one.
@@ -94,7 +101,7 @@ def generate_samples(
     writer = _Writer(model, tokenizer, temperature, top_p, max_new_tokens, seed, world, device)
     # The same on every rank, whatever its own share.
     rounds = math.ceil(math.ceil(len(prompts) / count) / batch_size)
-    texts: dict[int, str] = {}
+    written: dict[int, list[int]] = {}
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -102,17 +109,15 @@ def generate_samples(
             for start in range(0, rounds * batch_size, batch_size):
                 mine = range(index, len(prompts), count)[start : start + batch_size]
                 continuations = writer.continue_rows([(number, prompts[number]) for number in mine])
-                texts.update(
-                    {number: decode(tokenizer, prompts[number], new) for number, new in zip(mine, continuations)}
-                )
+                written.update(zip(mine, continuations))
     finally:
         for module, training in modes:
             module.training = training
         reshard_after_eval(model)
     if world.size > 1:
-        for part in gather_objects(texts, world):
-            texts.update(part)
-    return [texts[number] for number in range(len(prompts))]
+        for part in gather_objects(written, world):
+            written.update(part)
+    return [written[number] for number in range(len(prompts))]
 
 
 def fit_to_positions(

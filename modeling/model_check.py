@@ -67,11 +67,11 @@ def learned_positions(model) -> int | None:
     return None
 
 
-def check_same_tokenizer(tokenizer, reference: Settings) -> None:
+def check_same_tokenizer(tokenizer, reference: Settings, key: str = "reference.name_or_path") -> None:
     """Refuse a reference model whose tokens are others than the policy's.
 
     Args:
-        reference: the settings that it is built with.
+        reference: the settings that it is built with; key: the setting that names it.
     Raises:
         ValueError: it has no tokenizer, or one with other tokens.
     """
@@ -80,7 +80,7 @@ def check_same_tokenizer(tokenizer, reference: Settings) -> None:
     other = [token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)]
     if other:
         raise ValueError(
-            f"reference.name_or_path={name}: its tokenizer has other tokens than the policy's ({len(other):,} of "
+            f"{key}={name}: its tokenizer has other tokens than the policy's ({len(other):,} of "
             f"{len(ours):,} differ, such as {sorted(other)[0]!r}), so that its log-probs would be of other texts. "
             "Choose a model with the same tokenizer"
         )

@@ -24,16 +24,21 @@ class Series:
     (training)."""
 
     label: str
-    points: list[tuple[float, float]]  # (examples, value), finite
+    points: list[tuple[float, float]]  # (x, value), finite; x counts examples in a run's curves
     style: int = 1
     dots: bool = False
-    marks: list[tuple[float, float, str]] = field(default_factory=list)  # (examples, value, what was marked)
+    marks: list[tuple[float, float, str]] = field(default_factory=list)  # (x, value, what was marked)
 
 
 def chart(
-    series: list[Series], *, level: tuple[float, str] | None = None, fixed: tuple[float, float] | None = None
+    series: list[Series],
+    *,
+    level: tuple[float, str] | None = None,
+    fixed: tuple[float, float] | None = None,
+    across: str = "examples",
 ) -> str:
-    """An SVG of the curves over examples; `level` is a dashed line (value, label), `fixed` the range of the y axis."""
+    """An SVG of the curves; `level` is a dashed line (value, label), `fixed` the range of the y axis, `across` what the
+    x axis counts."""
     series = [one for one in series if one.points]
     assert series
     xs = [x for one in series for x, _ in one.points]
@@ -58,7 +63,7 @@ def chart(
         x, _ = place(value, low)
         parts.append(f'<text class="tick" x="{x}" {below}>{_label(value, thousands=right >= 1e4)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text class="tick" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">examples</text>')
+    parts.append(f'<text class="tick" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(across)}</text>')
     if level is not None and low <= level[0] <= high:
         _, y = place(left, level[0])
         above = y - 4 if y > TOP + 14 else y + 12
@@ -67,12 +72,12 @@ def chart(
             f'<text class="note" x="{WIDTH - RIGHT - 2}" y="{above}" text-anchor="end">{escape(level[1])}</text>'
         )
     for one in series:
-        parts += _curve(one, place)
+        parts += _curve(one, place, across)
     name = escape(", ".join(one.label for one in series), quote=True)
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{"".join(parts)}</svg>'
 
 
-def _curve(one: Series, place) -> list[str]:
+def _curve(one: Series, place, across: str) -> list[str]:
     means, bands = thin(one.points)
     parts = [f'<g class="s{one.style}{"" if one.dots else " raw"}">']
     if bands:
@@ -84,13 +89,14 @@ def _curve(one: Series, place) -> list[str]:
         parts.append(f'<path class="curve" d="M{" ".join(f"{x},{y}" for x, y in places)}"/>')
     if one.dots or len(places) == 1:
         radius = 3 if len(places) <= 60 else 1.5
-        for (x, y), (examples, value) in zip(places, means):
-            text = f"{one.label} at {examples:,.0f} examples: {short(value)}"
+        for (x, y), (number, value) in zip(places, means):
+            where = f"{number:,.0f}" if number == round(number) else short(number)
+            text = f"{one.label} at {where} {across}: {short(value)}"
             parts.append(f'<circle cx="{x}" cy="{y}" r="{radius}"><title>{escape(text)}</title></circle>')
     parts.append("</g>")
-    for examples, value, what in one.marks:
-        x, y = place(examples, value)
-        text = f"{examples:,.0f} examples: {what}"
+    for number, value, what in one.marks:
+        x, y = place(number, value)
+        text = f"{number:,.0f} {across}: {what}"
         parts.append(f'<path class="mark" d="M{x} {y - 4}l4 7h-8z"><title>{escape(text)}</title></path>')
     return parts
 

@@ -98,6 +98,16 @@ class ReferenceSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalsSettings:
+    """What evaluate.py compares, and what else is evaluated while a run trains."""
+
+    checkpoint: str | None = key("evaluate.py: a run folder, step folder, policy.pt, hf folder or Hub name")
+    reference: str | None = key("evaluate.py: the same; none; null: what the checkpoint's run had")
+    against: str | None = key("evaluate.py: another checkpoint on the same pairs")
+    split: Literal["test", "train", "all"] = key("evaluate.py: rows of the data sets")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
     """How held-out prompts are continued at evaluations."""
 
@@ -214,6 +224,7 @@ class Settings:
     n_eval_examples: int | None = key("held-out examples; null: all", low=1, may_change=True)
     sample_during_eval: bool = key("continue held-out prompts at evaluations", may_change=True)
     n_eval_model_samples: int = key("how many", low=1, may_change=True)
+    evals: EvalsSettings
     sampling: SamplingSettings
     early_stopping: EarlyStoppingSettings
     checkpoint: CheckpointSettings

@@ -39,14 +39,14 @@ def load_datasets(
     """
     datasets = {}
     for split, part in (("train", "train"), ("eval", "test")):
-        # One process of each node tokenises and writes the cache; the others then read it.
-        for turn in (True, False):
-            if (world.local_rank == 0) == turn:
-                datasets[split] = [
-                    load_tokenized(name, part, tokenizer, config, kind, progress=reporter.progress)
-                    for name in config.datasets
-                ]
-            wait_for_all()  # tokenising may take longer than a collective of training may
+
+        def read(part: str = part) -> list:
+            return [
+                load_tokenized(name, part, tokenizer, config, kind, progress=reporter.progress)
+                for name in config.datasets
+            ]
+
+        datasets[split] = in_turns(read, world, wait_for_all)
     if not sum(len(dataset.examples) for dataset in datasets["train"]):
         raise ValueError(
             f"datasets={list(config.datasets)} hold no usable training example: "
@@ -65,6 +65,20 @@ def load_datasets(
     check_weights(config, datasets["train"])
     check_test_fraction(config, datasets["train"], reporter.notice)
     return datasets
+
+
+def in_turns(read: Callable[[], list], world: World, wait_for_all: Callable[[], None]) -> list:
+    """read() on one process of each node, which tokenises and writes the cache, and then on the others, which read it.
+
+    Args:
+        wait_for_all: a barrier that allows for hours.
+    """
+    found = []
+    for turn in (True, False):
+        if (world.local_rank == 0) == turn:
+            found = read()
+        wait_for_all()
+    return found
 
 
 def check_test_fraction(config: Settings, datasets: list, notice: Callable[[str], None]) -> None:
@@ -186,39 +200,59 @@ def make_steps(
         kind: of the loss's examples; kernel: name of the attention kernel, which has a layout; share_prefix: whether a
             row holds a prompt once for all its responses; budget: tokens a pass.
     """
-    if is_packed(kernel):
-        make_batch = partial(pack, share_prefix=share_prefix, multiple=row_multiple(kernel))
-    else:
-        make_batch = partial(pad, pad_token_id=loading.padding_id(tokenizer))
-    layout: dict[str, Any] = {
-        "make_batch": make_batch,
-        "rank": placement.data_rank,
-        "n_ranks": placement.data_ranks,
-        "share_prefix": share_prefix,
-        "seed": config.seed,
-        "budget": budget,
-    }
+    layout = batch_layout(config, tokenizer, placement, kernel, share_prefix, budget)
     training = BatchSampler(
         train,
         config.batch_size,
+        seed=config.seed,
         shuffle=config.shuffle,
         n_epochs=config.n_epochs,
         n_examples=config.n_examples,
         min_micro_batches=config.gradient_accumulation_steps,
         **layout,
     )
-    evaluation = None
-    if held_out.epoch_size():
-        # One seed for all runs: n_eval_examples takes the same rows whatever the run's seed, so that runs compare.
-        evaluation = BatchSampler(
-            held_out,
-            config.eval_batch_size,
-            shuffle="pairs",
-            n_epochs=1,
-            n_examples=config.n_eval_examples,
-            **(layout | {"seed": EVALUATION_SEED}),
-        )
+    idle_batch = one_token_batch(tokenizer, kind, layout["make_batch"])
+    return RunSteps(training, evaluation_steps(config, held_out, layout), idle_batch.to(placement.device))
+
+
+def batch_layout(
+    config: Settings, tokenizer, placement: Placement, kernel: str, share_prefix: bool, budget: int
+) -> dict[str, Any]:
+    """How a BatchSampler lays out micro-batches for an attention kernel on this rank; arguments as in `make_steps`."""
+    if is_packed(kernel):
+        make_batch = partial(pack, share_prefix=share_prefix, multiple=row_multiple(kernel))
+    else:
+        make_batch = partial(pad, pad_token_id=loading.padding_id(tokenizer))
+    return {
+        "make_batch": make_batch,
+        "rank": placement.data_rank,
+        "n_ranks": placement.data_ranks,
+        "share_prefix": share_prefix,
+        "budget": budget,
+    }
+
+
+def evaluation_steps(config: Settings, held_out: DatasetMixture, layout: dict[str, Any]) -> BatchSampler | None:
+    """Steps over held-out examples; None if there are none.
+
+    One seed for all runs: n_eval_examples takes the same rows whatever the run's seed, so that runs compare.
+    """
+    if not held_out.epoch_size():
+        return None
+    return BatchSampler(
+        held_out,
+        config.eval_batch_size,
+        seed=EVALUATION_SEED,
+        shuffle="pairs",
+        n_epochs=1,
+        n_examples=config.n_eval_examples,
+        **layout,
+    )
+
+
+def one_token_batch(tokenizer, kind: str, make_batch: Callable[[list[PromptUnit]], MicroBatch | None]) -> MicroBatch:
+    """What a rank without work computes, so that collectives match."""
     token = np.array([tokenizer.eos_token_id], dtype=np.int32)
-    idle_batch = make_batch([PromptUnit(0, 0, token, [token], [0], [ONE_RESPONSE[kind]])])
-    assert idle_batch is not None
-    return RunSteps(training, evaluation, idle_batch.to(placement.device))
+    batch = make_batch([PromptUnit(0, 0, token, [token], [0], [ONE_RESPONSE[kind]])])
+    assert batch is not None
+    return batch

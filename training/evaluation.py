@@ -9,8 +9,8 @@ from contextlib import nullcontext
 import torch
 
 from data.batching import MicroBatch, PromptUnit
-from data.sampler import BatchSampler
-from modeling.generation import generate_samples
+from data.sampler import BatchSampler, DatasetMixture
+from modeling.generation import decode, generate_ids
 from modeling.loading import DTYPES
 from modeling.sharded import gathered_once
 from parallel.placement import Placement
@@ -93,21 +93,11 @@ class Evaluation:
 
     def write_samples(self, state: TrainState) -> None:
         """Report continuations of the same held-out prompts by the policy and, once a run, by the reference."""
-        units = self._prompts()
+        units = first_prompts(self.sampler.mixture, self.config.seed, self.config.n_eval_model_samples)
 
         def write(model) -> list[str]:
-            with gathered_once(model) if self._fits_whole(model, units) else nullcontext():
-                return generate_samples(
-                    model,
-                    self.tokenizer,
-                    [unit.prompt for unit in units],
-                    world=self.placement.world,
-                    batch_size=self.config.eval_batch_size,
-                    device=self.placement.device,
-                    notice=self.reporter.notice,
-                    shard=(self.placement.data_rank, self.placement.data_ranks),
-                    **dataclasses.asdict(self.config.sampling),
-                )
+            new = write_ids(self.config, model, self.tokenizer, units, self.placement, self.reporter.notice)
+            return [decode(self.tokenizer, unit.prompt, ids) for unit, ids in zip(units, new)]
 
         first = state.reference_samples is None
         with self.reporter.progress(2 if first else 1, "samples", "models") as bar:
@@ -133,20 +123,36 @@ class Evaluation:
         ]
         self.reporter.samples(state.examples, rows)
 
-    def _fits_whole(self, model, units: list[PromptUnit]) -> bool:
-        """Whether the model that writes may be whole on each device meanwhile."""
-        dtype = mixed_dtype(self.config)
-        rows = min(self.config.eval_batch_size, -(-len(units) // self.placement.data_ranks))
-        tokens = max((len(unit.prompt) for unit in units), default=0) + self.config.sampling.max_new_tokens
-        return fits_whole(model, self.placement, DTYPES[dtype] if dtype else None, rows, tokens)
 
-    def _prompts(self) -> list[PromptUnit]:
-        """The first distinct prompts in an order of the seed: the same at each evaluation."""
-        units: list[PromptUnit] = []
-        seen = set()
-        mixture = self.sampler.mixture
-        for unit in mixture.units(mixture.epoch_permutation(self.config.seed, 0)):
-            if len(units) < self.config.n_eval_model_samples and (unit.dataset, unit.group) not in seen:
-                seen.add((unit.dataset, unit.group))
-                units.append(unit)
-        return units
+def write_ids(
+    config: Settings, model, tokenizer, units: list[PromptUnit], placement: Placement, notice: Callable[[str], None]
+) -> list[list[int]]:
+    """Tokens that a model writes after the prompts of units. All ranks call it together."""
+    # The model may be whole on each device meanwhile, where that fits.
+    dtype = mixed_dtype(config)
+    rows = min(config.eval_batch_size, -(-len(units) // placement.data_ranks))
+    tokens = max((len(unit.prompt) for unit in units), default=0) + config.sampling.max_new_tokens
+    whole = fits_whole(model, placement, DTYPES[dtype] if dtype else None, rows, tokens)
+    with gathered_once(model) if whole else nullcontext():
+        return generate_ids(
+            model,
+            tokenizer,
+            [unit.prompt for unit in units],
+            world=placement.world,
+            batch_size=config.eval_batch_size,
+            device=placement.device,
+            notice=notice,
+            shard=(placement.data_rank, placement.data_ranks),
+            **dataclasses.asdict(config.sampling),
+        )
+
+
+def first_prompts(mixture: DatasetMixture, seed: int, n: int) -> list[PromptUnit]:
+    """The first `n` distinct prompts in an order of the seed: the same at each evaluation."""
+    units: list[PromptUnit] = []
+    seen = set()
+    for unit in mixture.units(mixture.epoch_permutation(seed, 0)):
+        if len(units) < n and (unit.dataset, unit.group) not in seen:
+            seen.add((unit.dataset, unit.group))
+            units.append(unit)
+    return units
