@@ -85,6 +85,8 @@ def short_arguments(arguments: list[str]) -> list[str]:
     for argument in arguments:
         if argument.startswith("reference="):
             argument = f"evals.{argument}"
+        elif argument.startswith("loss."):
+            argument = f"++{argument}"  # the loss that has this key may come with the checkpoint
         elif "=" not in argument and not argument.startswith("-"):
             argument = f"evals.checkpoint={argument}"
         found.append(argument)

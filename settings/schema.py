@@ -224,8 +224,8 @@ class Settings:
     n_eval_examples: int | None = key("held-out examples; null: all", low=1, may_change=True)
     sample_during_eval: bool = key("continue held-out prompts at evaluations", may_change=True)
     n_eval_model_samples: int = key("how many", low=1, may_change=True)
-    evals: EvalsSettings
     sampling: SamplingSettings
+    evals: EvalsSettings
     early_stopping: EarlyStoppingSettings
     checkpoint: CheckpointSettings
     minimum_log_interval_secs: float = key("seconds between two log lines", low=0, may_change=True)

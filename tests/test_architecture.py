@@ -31,6 +31,7 @@ LAYERS = (
     ("training",),
     ("trainers",),
     ("train",),
+    ("evaluate",),
 )
 # preference_datasets.py is part of the data layer: the two import each other's modules, without cycles.
 TOGETHER = ({"data", "preference_datasets"},)

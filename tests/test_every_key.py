@@ -81,7 +81,7 @@ class Case:
         see: parts of `watched_run` in which the change must be seen; empty: any that does not depend on caches.
         spoiled: numbers of the examples whose losses are not finite in both runs.
         how: "run"; "launch": only what starting it would ask for; "plan": what is planned; "show": what is
-            shown; "settings": another key.
+            shown; "evaluate": what evaluate.py would score; "settings": another key.
         unseen_with: the loss with which the change is allowed and changes nothing.
         read: whether a run reads the key from the settings; False where it goes by another way, which `see` shows.
     """
@@ -147,6 +147,10 @@ CASES = {
     "resume": Case("resume={stopped}", "debug=false checkpoint.formats=[state]", see=("steps",)),
     "plan": Case("plan=true", how="plan", read=False),
     "plan_device_memory_gb": Case("plan_device_memory_gb=7", "plan=true", how="plan", read=False),
+    "evals.checkpoint": Case("evals.checkpoint={folder}/llama1", how="evaluate", read=False),
+    "evals.reference": Case("evals.reference={folder}/llama1", how="evaluate", read=False),
+    "evals.against": Case("evals.against={folder}/llama1", how="evaluate", read=False),
+    "evals.split": Case("evals.split=all", how="evaluate", read=False),
     "show": Case("show=2", how="show", read=False),
     "show_files": Case("show_files=[{folder}/data.json]", "show=1", how="show", read=False),
     "trainer": Case(
@@ -403,6 +407,7 @@ def test_a_change_that_is_accepted_is_seen(place, trainer):
                 "launch": lambda words: launched(settings.finalize(compose(words))),
                 "plan": planned,
                 "show": shown,
+                "evaluate": evaluated,
                 "settings": finalized,
             }
             one, other = (see[case.how](lines(place, trainer, loss, case, c, alone=False)) for c in (False, True))
@@ -432,6 +437,17 @@ def shown(words: list[str]) -> list:
         return []
     inspection.show(config)
     return [inspection.inspect(config, config.show).examples, [Path(path).exists() for path in config.show_files]]
+
+
+def evaluated(words: list[str]) -> list:
+    """The models that evaluate.py would score, and the splits."""
+    from settings.checkpoints import model_of, reference_of
+    from training.pair_evaluation import SPLITS
+
+    config = settings.finalize(compose(words))
+    evals, reference = config.evals, reference_of(config)
+    named = [model_of(path, config).model if path else None for path in (evals.checkpoint, evals.against)]
+    return [named, reference and reference.model, SPLITS[evals.split]]
 
 
 def finalized(words: list[str]) -> dict:
