@@ -74,3 +74,8 @@ class Logger(Protocol):
 
     def finish(self, ok: bool, message: str | None) -> None:
         """The run has ended. Only `notice` and `show` may follow, with what goes wrong while others finish."""
+
+
+def asked_for(name: str, settings: dict[str, Any]) -> bool:
+    """Whether `loggers` in the settings names a logger, and this run logs outside its folder at all."""
+    return name in settings.get("loggers", ("wandb",)) and not settings.get("debug", False)

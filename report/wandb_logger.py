@@ -10,10 +10,10 @@ from typing import Any
 from atomic_files import write_atomically
 from report.files import SAMPLES, read_json_lines
 from report.formatting import excerpt, well_formed
-from report.logger import Logger, RunInfo
+from report.logger import Logger, RunInfo, asked_for
 
 # wandb's own limits are 90 seconds, and none at the end: without a network a run would seem to hang.
-CONNECT_SECONDS, FINISH_SECONDS = 30, 600
+CONNECT_SECONDS, FINISH_SECONDS = 30, 60
 
 
 class WandbLogger(Logger):
@@ -27,18 +27,19 @@ class WandbLogger(Logger):
 
     @classmethod
     def wanted(cls, settings: dict[str, Any]) -> bool:
-        return bool((settings.get("wandb") or {}).get("enabled", False)) and not settings.get("debug", False)
+        return bool((settings.get("wandb") or {}).get("enabled", False)) and asked_for(cls.name, settings)
 
     def start(self, run: RunInfo) -> None:
         self.run, self.options = run, run.settings["wandb"]
         self.wandb_run: Any = None  # wandb's own; None while there is none
         self.started = False
-        self.id: str | None = None
-        self.tables: dict[str, list[list[Any]]] = {"policy": [], "reference": []}
         self._id_path = os.path.join(run.run_dir, "wandb_id.txt")
+        # Known from the start: a checkpoint may want it before wandb has answered.
+        self.id = self._recorded_id() or secrets.token_hex(4)
+        self.tables: dict[str, list[list[Any]]] = {"policy": [], "reference": []}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.id = state.get("wandb_id")
+        self.id = state.get("wandb_id") or self.id
         self._add_to_tables(read_json_lines(os.path.join(self.run.run_dir, SAMPLES)))
         self._start_once()
 
@@ -88,7 +89,6 @@ class WandbLogger(Logger):
             return
         if wandb.run is not None:  # the job before in this process did not end it
             wandb.finish()
-        self.id = self.id or self._recorded_id() or secrets.token_hex(4)
         for mode in dict.fromkeys((self._mode(), "offline")):
             try:
                 self.wandb_run = self._init(mode)
@@ -101,9 +101,9 @@ class WandbLogger(Logger):
     def _init(self, mode: Any) -> Any:
         import wandb
 
-        write_atomically(self._id_path, str(self.id).encode())
+        write_atomically(self._id_path, self.id.encode())
         if mode == "online":
-            self.run.show(f"wandb: connecting, for {CONNECT_SECONDS} seconds at most")
+            self.run.show("wandb: connecting, while the run goes on")
         # It neither captures nor writes the console, which ConsoleLogger has.
         settings: dict[str, Any] = {"silent": True, "console": "off"}
         if "WANDB_INIT_TIMEOUT" not in os.environ:
@@ -113,8 +113,12 @@ class WandbLogger(Logger):
         wandb_run = wandb.init(
             project=self.options.get("project"),
             entity=self.options.get("entity"),
-            name=self.run.settings.get("exp_name") or os.path.basename(os.path.normpath(self.run.run_dir)),
+            name=self.options.get("name")
+            or self.run.settings.get("exp_name")
+            or os.path.basename(os.path.normpath(self.run.run_dir)),
             group=self.options.get("group"),
+            tags=list(self.options.get("tags") or ()) or None,
+            notes=self.options.get("notes"),
             config=self.run.settings,
             dir=self.run.run_dir,
             id=self.id,

@@ -117,7 +117,7 @@ def from_dict(values: Mapping[str, Any]) -> Settings:
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     """Plain nested settings with the default of every key that `values` do not have, the loss's own keys included."""
-    lower, loss = defaults(), values.get("loss")
+    lower, loss = dict(defaults()), values.get("loss")
     if isinstance(loss, Mapping) and loss.get("name") in options("loss"):
         lower["loss"] = read(f"loss/{loss['name']}.yaml")
     return _laid_over(lower, values)

@@ -148,6 +148,27 @@ class WandbSettings:
     entity: str | None = key("wandb team or user", may_change=True)
     project: str = key("wandb project", may_change=True)
     group: str | None = key("wandb group; null: none, in a sweep a common one", may_change=True)
+    name: str | None = key("name there; null: exp_name", may_change=True)
+    tags: tuple[str, ...] = key("wandb tags", may_change=True)
+    notes: str | None = key("a longer description", may_change=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlflowSettings:
+    """MLflow."""
+
+    tracking_uri: str | None = key(
+        "server or place; null: MLFLOW_TRACKING_URI, or MLflow's own default", may_change=True
+    )
+    experiment: str = key("MLflow experiment", may_change=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackioSettings:
+    """trackio."""
+
+    project: str = key("trackio project", may_change=True)
+    space_id: str | None = key("Hugging Face Space that shows it; null: this machine", may_change=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +250,10 @@ class Settings:
     early_stopping: EarlyStoppingSettings
     checkpoint: CheckpointSettings
     minimum_log_interval_secs: float = key("seconds between two log lines", low=0, may_change=True)
+    loggers: tuple[str, ...] = key("beside the run's own files: wandb, tensorboard, mlflow, trackio", may_change=True)
     wandb: WandbSettings
+    mlflow: MlflowSettings
+    trackio: TrackioSettings
     guards: GuardSettings
 
 

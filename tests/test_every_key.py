@@ -34,7 +34,7 @@ PAIRS = [(trainer, loss) for trainer in TRAINERS for loss in LOSSES]
 RUN_WITH = {"BasicTrainer": "dpo", "FSDPTrainer": "ipo", "TensorParallelTrainer": "sft"}
 # What happens before and after the model is one device's own code with every trainer, and what tensor parallelism does
 # not place is FSDPTrainer's: it is run there, and elsewhere it is enough that it is read.
-UNPLACED = ("data.", "sampling.", "early_stopping.", "wandb.")
+UNPLACED = ("data.", "sampling.", "early_stopping.", "wandb.", "loggers", "mlflow.", "trackio.")
 PLACED = (
     "fsdp.",
     "model.fsdp_policy_mp",
@@ -257,10 +257,18 @@ CASES = {
     ),
     "checkpoint.async_save": Case("checkpoint.async_save=true", f"{SAVING} checkpoint.formats=[state]", see=("calls",)),
     "minimum_log_interval_secs": Case("minimum_log_interval_secs=1000", see=("metrics",)),
-    "wandb.enabled": Case("wandb.enabled=true", "debug=false checkpoint.every=1000", see=("calls",), read=False),
-    "wandb.entity": Case("wandb.entity=me", LOGGED, see=("calls",), read=False),
-    "wandb.project": Case("wandb.project=mine", LOGGED, see=("calls",), read=False),
-    "wandb.group": Case("wandb.group=mine", LOGGED, see=("calls",), read=False),
+    "loggers": Case("loggers=[]", "debug=false wandb.enabled=true checkpoint.every=1000", see=("wandb",), read=False),
+    "mlflow.tracking_uri": Case("mlflow.tracking_uri=file:mine", read=False),  # refused: loggers does not name it
+    "mlflow.experiment": Case("mlflow.experiment=mine", read=False),
+    "trackio.project": Case("trackio.project=mine", read=False),
+    "trackio.space_id": Case("trackio.space_id=me/mine", read=False),
+    "wandb.enabled": Case("wandb.enabled=true", "debug=false checkpoint.every=1000", see=("wandb",), read=False),
+    "wandb.entity": Case("wandb.entity=me", LOGGED, see=("wandb",), read=False),
+    "wandb.project": Case("wandb.project=mine", LOGGED, see=("wandb",), read=False),
+    "wandb.name": Case("wandb.name=mine", LOGGED, see=("wandb",), read=False),
+    "wandb.tags": Case("wandb.tags=[mine]", LOGGED, see=("wandb",), read=False),
+    "wandb.notes": Case("wandb.notes=mine", LOGGED, see=("wandb",), read=False),
+    "wandb.group": Case("wandb.group=mine", LOGGED, see=("wandb",), read=False),
     "guards.on_nonfinite": Case("guards.on_nonfinite=skip guards.max_nonfinite_steps=1", spoiled=(1,), see=("steps",)),
     "guards.max_nonfinite_steps": Case(
         "guards.max_nonfinite_steps=2",

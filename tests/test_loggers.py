@@ -1,5 +1,6 @@
 """Files are valid and complete after a resume, the console prints little, and a resumed run is one wandb run."""
 
+import importlib.util
 import io
 import json
 import math
@@ -7,13 +8,17 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
+import time
 import types
 
 import pytest
 import torch
 
-from report import console
+from report import background, console
+from report.console import ConsoleLogger
 from report.files import read_json_lines
+from report.logger import Logger
 from report.reporter import Reporter
 
 QUIET = {"exp_name": "run", "wandb": {"enabled": False}}
@@ -22,6 +27,13 @@ QUIET = {"exp_name": "run", "wandb": {"enabled": False}}
 @pytest.fixture
 def run_dir(tmp_path):
     return tmp_path / "run"
+
+
+def settle(reporter):
+    """Until the loggers that work in the background have done what they were given."""
+    for logger in reporter.loggers:
+        if hasattr(logger, "wait"):
+            logger.wait(30)
 
 
 def lines(run_dir, name="metrics.jsonl"):
@@ -228,6 +240,7 @@ def test_offline_run_of_real_wandb_and_the_same_run_after_a_resume(run_dir, logg
     first.log({"loss/train": 0.69}, 4, 1)
     first.samples(4, [{"prompt": "p \ud800", "policy": "one", "reference": "ref"}])
     state = first.state()
+    settle(first)
     assert wandb.run.id == state["wandb_id"]
     assert (wandb.run.name, wandb.run.group, wandb.run.project) == ("tiny_dpo_hh", "sweep", WANDB["wandb"]["project"])
     assert wandb.run.config["loss"] == {"beta": 0.1} and wandb.run.config["lr"] == 5e-7
@@ -237,6 +250,7 @@ def test_offline_run_of_real_wandb_and_the_same_run_after_a_resume(run_dir, logg
 
     second = Reporter(WANDB, run_dir)
     second.load_state(state)
+    settle(second)
     assert wandb.run.id == state["wandb_id"]
     second.log({"loss/train": 0.68}, 8, 2)
     second.samples(8, [{"prompt": "p", "policy": "two", "reference": "ref"}])
@@ -280,7 +294,6 @@ def test_wandb_that_cannot_go_online_goes_offline(run_dir, monkeypatch, capsys, 
         modes.append(settings["mode"])
         if settings["mode"] == "online":
             assert settings["settings"]["init_timeout"] <= 30
-            assert "connecting" in capsys.readouterr().out, "the wait is announced"
             raise ConnectionError("unreachable")
         return types.SimpleNamespace(
             define_metric=lambda *_, **__: None, finish=lambda **_: None, log=lambda *_, **__: None
@@ -355,6 +368,184 @@ def test_a_malformed_key_is_reported_and_the_run_is_offline(run_dir, monkeypatch
 
     wandb = types.SimpleNamespace(run=None, init=init, Settings=dict, setup=lambda _: None, login=login)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    Reporter(WANDB, run_dir).log({"loss/train": 1.0}, 1, 1)
+    reporter = Reporter(WANDB, run_dir)
+    reporter.log({"loss/train": 1.0}, 1, 1)
+    settle(reporter)
     assert modes == ["offline"]
     assert "wandb could not start online: ValueError: API key must have 40+" in capsys.readouterr().out
+
+
+# ---- Loggers in the background ---------------------------------------------------------------------------------------
+
+
+def test_a_logger_without_an_answer_keeps_neither_the_run_nor_its_end_waiting(run_dir, monkeypatch, capsys, logged_out):
+    """A server that takes the connection and never answers: here, an init that does not return."""
+    released = threading.Event()
+    monkeypatch.setattr(background, "FINISH_SECONDS", 0.2)
+    wandb = types.SimpleNamespace(run=None, init=lambda **_: released.wait(30), Settings=dict)
+    wandb.setup, wandb.login = lambda _: None, lambda **_: True
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    reporter = Reporter(WANDB, run_dir)
+    try:
+        start = time.monotonic()
+        for step in range(5):
+            reporter.log({"loss/train": 1.0}, step, step)
+        reporter.finish(True)
+        assert time.monotonic() - start < 15
+    finally:
+        released.set()
+    assert len(lines(run_dir)) == 5
+    assert "wandb has not taken everything within 0 seconds" in capsys.readouterr().out
+    assert (run_dir / "report.html").exists()
+
+
+def test_calls_arrive_in_their_order_and_a_failure_is_reported_once(run_dir, monkeypatch, capsys):
+    seen = []
+
+    class Slow(Logger):
+        name = "slow"
+
+        def start(self, run):
+            self.run = run
+
+        def metrics(self, values, examples, updates, marks):
+            time.sleep(0.01)
+            seen.append(examples)
+            if examples > 2:
+                raise OSError("no room")
+
+        def finish(self, ok, message):
+            seen.append(ok)
+            self.run.notice("the end")
+
+        def state(self):
+            return {"slow": 1}
+
+    reporter = Reporter(QUIET, run_dir, loggers=(ConsoleLogger, background.in_background(Slow)))
+    for step in range(1, 5):
+        reporter.log({"x": 1.0}, step, step)
+    assert reporter.state()["slow"] == 1
+    reporter.finish(True)
+    assert seen == [1, 2, 3, 4, True]
+    out = capsys.readouterr().out
+    assert out.count("slow failed to log: OSError: no room; training goes on") == 1 and "note: the end" in out
+
+
+# ---- TensorBoard, MLflow, trackio ------------------------------------------------------------------------------------
+
+
+def named(*names, **sections):
+    return QUIET | {"loggers": list(names), "loss": {"beta": 0.1}} | sections
+
+
+def test_tensorboard_has_every_number_once_after_a_resume(run_dir, capsys):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    first = Reporter(named("tensorboard"), run_dir)
+    first.load_state(None)
+    first.log({"loss/train": 0.5}, 4, 1)
+    first.samples(4, [{"prompt": "p \ud800", "policy": "one", "reference": None}])
+    state = first.state()
+    first.log({"loss/train": 9.0}, 8, 2)  # lost
+    first.finish(False)
+    second = Reporter(named("tensorboard"), run_dir)
+    second.load_state(state)
+    second.log({"loss/train": 0.25}, 8, 2)
+    second.finish(True)
+    events = accumulator.EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss/train")] == [(4, 0.5), (8, 0.25)]
+    assert "tensorboard --logdir" in capsys.readouterr().out
+
+
+class Client:
+    """What MlflowLogger calls of MLflow's client; keeps it."""
+
+    calls: list = []
+
+    def __init__(self, tracking_uri):
+        self.calls.append(("uri", tracking_uri))
+
+    def get_experiment_by_name(self, name):
+        return None
+
+    def create_experiment(self, name):
+        return f"number of {name}"
+
+    def create_run(self, experiment, run_name):
+        self.calls.append(("run", experiment, run_name))
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc"))
+
+    def log_batch(self, run_id, metrics=(), params=()):
+        self.calls += [(run_id, metric.args) for metric in metrics] + [(run_id, param.args) for param in params]
+
+    def log_text(self, run_id, text, path):
+        self.calls.append((run_id, path))
+
+    def set_terminated(self, run_id, status):
+        self.calls.append((run_id, status))
+
+
+class Entity:
+    def __init__(self, *args):
+        self.args = args
+
+
+def test_mlflow_goes_on_with_its_run_after_a_resume(run_dir, monkeypatch):
+    monkeypatch.setattr(Client, "calls", calls := [])
+    entities = types.SimpleNamespace(Metric=Entity, Param=Entity)
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=Client, entities=entities))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    settings = named("mlflow", mlflow={"tracking_uri": "file:here", "experiment": "mine"})
+    for resumed in (False, True):
+        reporter = Reporter(settings, run_dir)
+        reporter.load_state({} if not resumed else reporter.state())
+        reporter.log({"loss/train": 0.5}, 4, 1)
+        reporter.samples(4, [{"prompt": "p", "policy": "one"}])
+        reporter.finish(not resumed)
+    assert calls.count(("run", "number of mine", "run")) == 1
+    assert ("uri", "file:here") in calls and ("abc", ("loss.beta", "0.1")) in calls
+    values = [(args[0], args[1], args[3]) for _, args in (c for c in calls if c[0] == "abc" and len(c[1]) == 4)]
+    assert values == [("loss/train", 0.5, 4), ("updates", 1.0, 4)] * 2
+    assert [c for c in calls if c[1] in ("FINISHED", "FAILED")] == [("abc", "FINISHED"), ("abc", "FAILED")]
+    assert calls.count(("abc", "samples/4.json")) == 2
+
+
+def test_trackio_is_named_after_the_folder_so_that_a_resume_goes_on(run_dir, monkeypatch):
+    pytest.importorskip("pandas")
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("end")
+    )
+    trackio = types.SimpleNamespace(Table=lambda dataframe: dataframe.to_dict("records"))
+    trackio.init = lambda **settings: calls.append(settings) or run
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    reporter = Reporter(named("trackio", trackio={"project": "mine", "space_id": None}), run_dir)
+    reporter.log({"loss/train": 0.5}, 4, 1)
+    reporter.samples(4, [{"prompt": "p", "policy": "one", "reference": None}])
+    reporter.finish(True)
+    settings, *rest = calls
+    assert (settings["project"], settings["name"], settings["resume"]) == ("mine", "run", "allow")
+    assert rest == [
+        (1, {"loss/train": 0.5, "examples": 4}),
+        (1, {"samples": [{"prompt": "p", "policy": "one"}]}),
+        "end",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["loggers=[wandb,tensorbord]"], "did you mean tensorboard"),
+        (["loggers=[wandb,wandb]"], "names wandb twice"),
+        (["loggers=[mlflow]", "debug=false"], "pip install mlflow"),
+        (["mlflow.experiment=a"], "loggers does not name mlflow"),
+        (["loggers=[]", "wandb.project=a"], "loggers does not name wandb"),
+    ],
+)
+def test_loggers_that_cannot_be(compose, monkeypatch, words, message):
+    import settings
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else find(name))
+    with pytest.raises(ValueError, match=message):
+        settings.validate(compose("model=tiny", *words), given=settings.named_keys(words))

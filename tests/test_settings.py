@@ -185,7 +185,8 @@ def test_every_key_has_an_admitted_default():
         assert set(flat) == set(keys), overrides
         refused = [key for key, value in flat.items() if value != "???" and not keys[key].admits(value)]
         assert refused == []
-    usual = settings.complete({"model": {"name_or_path": "gpt2"}})
+    assert settings.complete({"model": {}, "loss": {"name": "ipo"}})["loss"]["beta"] == 0.1
+    usual = settings.complete({"model": {"name_or_path": "gpt2"}})  # not those of the loss before
     composed = OmegaConf.to_container(compose_config("model=blank_model", "model.name_or_path=gpt2"))
     assert usual == composed, "the defaults without Hydra are those with it"
 

@@ -140,7 +140,7 @@ def watched_run(folder: Path, words: list[str], reads: set[str], prepare=None) -
     recorder = Recorder()
     config = recorder.watched(settings.finalize(compose(words)))
     assert isinstance(config, Settings)
-    seen: dict = {"calls": [], "workers": [], "steps": [], "evaluations": [], "launch": launched(config)}
+    seen: dict = {"calls": [], "workers": [], "steps": [], "evaluations": [], "wandb": [], "launch": launched(config)}
     with patch.object(settings, "as_dict", recorder.as_dict):
         made = run_folder.make(config)
     seen["run folder"] = re.sub(r"_\d{4}-\d\d-\d\d_.*", "", made)
@@ -151,7 +151,7 @@ def watched_run(folder: Path, words: list[str], reads: set[str], prepare=None) -
             stack.enter_context(watch)
         for stream in (contextlib.redirect_stdout, contextlib.redirect_stderr):
             stack.enter_context(stream(io.StringIO()))
-        stack.enter_context(patch.dict(sys.modules, {"wandb": _wandb(seen["calls"])}))
+        stack.enter_context(patch.dict(sys.modules, {"wandb": _wandb(seen["wandb"])}))
         try:
             trainer = trainers.TRAINERS[config.trainer](config, run_dir, World())
             _watch_trainer(trainer, seen)
@@ -221,7 +221,7 @@ def _plain(named: dict) -> dict:
 
 def _wandb(calls: list):
     def init(**named):
-        calls.append(("wandb", {name: named[name] for name in ("project", "entity", "name", "group")}))
+        calls.append({name: named[name] for name in ("project", "entity", "name", "group", "tags", "notes")})
         return MagicMock()
 
     return SimpleNamespace(run=None, init=init, Settings=lambda **_: None, Table=MagicMock(), finish=lambda: None)

@@ -1,5 +1,6 @@
 """Checks of the run's folders, checkpoints and resuming."""
 
+import importlib.util
 import os
 
 from settings.checks.common import must_exist
@@ -22,6 +23,7 @@ def check(settings: Settings) -> None:
             raise ValueError(f"show_files: {path} is not allowed; allowed: names that end with .html or .json")
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"show_files: there is no folder {os.path.dirname(path)}")
+    _check_loggers(settings)
     if not settings.local_dirs:
         raise ValueError("local_dirs is empty: name at least one folder for runs, such as local_dirs=[.cache]")
     formats, known = settings.checkpoint.formats, ["state", "policy", "hf"]
@@ -56,3 +58,19 @@ def check(settings: Settings) -> None:
                 f"local_run_dir={folder} exists and is not an empty folder; name a new one, or use "
                 f"resume={folder} to continue the run in it"
             )
+
+
+LOGGERS = ("wandb", "tensorboard", "mlflow", "trackio")  # each needs the package of its name
+
+
+def _check_loggers(settings: Settings) -> None:
+    for name in settings.loggers:
+        given = f"loggers={show(settings.loggers)}"
+        if name not in LOGGERS:
+            raise ValueError(
+                f"{given}: {name} is not allowed; allowed: {', '.join(LOGGERS)}" + near_miss(name, LOGGERS)
+            )
+        if settings.loggers.count(name) > 1:
+            raise ValueError(f"{given} names {name} twice")
+        if name != "wandb" and not settings.debug and importlib.util.find_spec(name) is None:
+            raise ValueError(f"{given}: {name} is not installed: pip install {name}, or leave it out")

@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterator
 
 from losses import find_loss
 from settings.checks.common import refuse_change
-from settings.schema import CheckpointSettings, Settings, WandbSettings, keys_in
+from settings.schema import CheckpointSettings, MlflowSettings, Settings, TrackioSettings, WandbSettings, keys_in
 
 _CHECKPOINT_KEYS = tuple(keys_in(CheckpointSettings, "checkpoint."))
 _WANDB_KEYS = tuple(key for key in keys_in(WandbSettings, "wandb.") if key != "wandb.enabled")
+_MLFLOW_KEYS, _TRACKIO_KEYS = tuple(keys_in(MlflowSettings, "mlflow.")), tuple(keys_in(TrackioSettings, "trackio."))
 
 
 def check(settings: Settings, given: Collection[str], world: int | None) -> None:
@@ -36,6 +37,9 @@ def _unused(settings: Settings, world: int | None) -> Iterator[tuple[tuple[str, 
         yield _WANDB_KEYS, "debug=true logs nothing to wandb"
     if not settings.wandb.enabled:
         yield _WANDB_KEYS, "wandb.enabled=false logs nothing there"
+    for name, keys in {"wandb": _WANDB_KEYS, "mlflow": _MLFLOW_KEYS, "trackio": _TRACKIO_KEYS}.items():
+        if name not in settings.loggers:
+            yield keys, f"loggers does not name {name}"
     if settings.trainer == "BasicTrainer" or world == 1:
         yield ("guards.collective_timeout_minutes",), "one process waits for no other"
     if settings.sample_during_eval and settings.sampling.temperature == 0:
