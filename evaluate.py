@@ -23,7 +23,7 @@ from settings import Settings, checkpoints
 SECTIONS = ("model", "data", "fsdp", "evals", "sampling")
 READ = {
     *SECTIONS,
-    *("datasets", "max_length", "max_prompt_length", "prefix_sharing", "experiment"),
+    *("datasets", "data_mix", "max_length", "max_prompt_length", "prefix_sharing", "experiment"),
     *("loss", "loss.beta", "reference.name_or_path", "reference.archive"),
     *("trainer", "tp_size", "world_size", "device", "precision", "compile", "fsdp_port"),
     *("tokens_per_microbatch", "eval_batch_size", "n_eval_examples", "seed"),

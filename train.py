@@ -32,7 +32,9 @@ from settings import Settings, resume
 USERS_MISTAKE = 2  # exit code
 # Mappings with keys of the user's own. Hydra would want a + before a key that the files do not have.
 FREE_KEYS = tuple(f"{name}{sign}" for name, key in settings.SCHEMA.items() if key.free for sign in (".", "={"))
-GROUPS = ("model", "loss", "fsdp", "experiment")
+OPTIONAL_GROUPS = ("data_mix", "experiment")  # may be null, which is the default
+GROUPS = ("model", "loss", "fsdp", *OPTIONAL_GROUPS)
+NO_OPTION = tuple(f"{group}=null" for group in OPTIONAL_GROUPS)
 
 _on_command_line = False
 _reported: list[Exception] = []
@@ -226,14 +228,14 @@ def _remove_empty(folder: str, levels: int) -> None:
 
 def arguments_for_hydra(arguments: list[str]) -> list[str]:
     """The arguments with some of Hydra's peculiarities removed: keys of free mappings need no +, values need no quotes
-    for ~, = and letters like ä, -m can stand anywhere, and experiment=null is no experiment.
+    for ~, = and letters like ä, -m can stand anywhere, and experiment=null is no experiment, nor data_mix=null a mix.
 
     Raises:
         ValueError: an argument that is of another program, or a value that a config group cannot have.
     """
     for argument in arguments:
         _check_argument(argument)
-    arguments = [settings.quoted(argument) for argument in arguments if argument != "experiment=null"]
+    arguments = [settings.quoted(argument) for argument in arguments if argument not in NO_OPTION]
     arguments = [("++" + argument if argument.startswith(FREE_KEYS) else argument) for argument in arguments]
     return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))  # the rest stays in order
 
@@ -250,7 +252,7 @@ def _check_argument(argument: str) -> None:
     key, equals, value = argument.lstrip("+~").partition("=")
     if equals and not key:
         raise ValueError(f"cannot read the argument {shown}: write KEY=VALUE")
-    if equals and key in GROUPS and argument != "experiment=null":
+    if equals and key in GROUPS and argument not in NO_OPTION:
         if value in ("null", "true", "false", "") or re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", value):
             raise ValueError(f"{shown} is not allowed; allowed: {key}={'|'.join(settings.options(key))}")
 

@@ -70,6 +70,7 @@ def with_recorded(composed: DictConfig, run: str, given: Collection[str]) -> Dic
         ValueError: the run's settings cannot be read.
     """
     saved, config = resume.load(run), composed.copy()
+    given = {*given, "datasets", "data.weights"} if "data_mix" in given else given
     for section in RECORDED:
         inner = [key for key in given if key.startswith(section + ".")]
         if section in given:

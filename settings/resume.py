@@ -172,6 +172,8 @@ def changed_keys(config: DictConfig, saved: DictConfig, overrides: list[str]) ->
     named = named_keys(overrides)
     if "experiment" in named:
         named = [""]
+    if "data_mix" in named:
+        named += ["datasets", "data.weights"]
     if "datasets" in named:
         named.append("data.paths")  # where those of the names lie that are files
     config = config.copy()

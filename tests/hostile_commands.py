@@ -88,7 +88,11 @@ def known_keys() -> tuple[str, ...]:
     from losses import registry
 
     own = {f"loss.{option}" for loss in registry.LOSSES.values() for option in loss.options}
-    return tuple(sorted({*settings.SCHEMA, *own, "loss", "model", "fsdp", "experiment", "data", "checkpoint", "hydra"}))
+    return tuple(
+        sorted(
+            {*settings.SCHEMA, *own, "loss", "model", "fsdp", "data_mix", "experiment", "data", "checkpoint", "hydra"}
+        )
+    )
 
 
 def misspelt(chance: random.Random, key: str) -> str:

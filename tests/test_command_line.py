@@ -1,5 +1,6 @@
 """The command line from outside, and the launcher with real processes over gloo."""
 
+import json
 import os
 import pickle
 import re
@@ -70,6 +71,7 @@ def test_one_message_and_nothing_left(command, tmp_path, arguments, words):
         ("data.weights={hh:2}", "data.weights", {"hh": 2}),
         ("model.random_config={hidden_size:32}", "model.random_config.hidden_size", 32),
         ("experiment=null", "experiment", None),
+        ("data_mix=null", "data_mix", None),
     ],
 )
 def test_values_are_taken_as_they_are_written(argument, key, value):
@@ -563,3 +565,41 @@ def test_keys_of_a_mapping_that_are_no_text_are_refused(monkeypatch, tmp_path, a
 
     monkeypatch.chdir(tmp_path)
     assert command_line(["model=tiny", "loss=dpo", argument]).startswith("error: ")
+
+
+# ---- Mixes of data sets ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", settings.options("data_mix"))
+def test_a_mix_names_data_sets_that_are_known_and_weights_of_these(name):
+    config = compose_config("model=tiny", f"data_mix={name}")
+    settings.validate(config, device_count=0)
+    assert set(config.data.weights) <= set(config.datasets) and len(config.datasets) > 1
+
+
+def test_the_command_line_goes_before_a_mix_and_what_then_fits_nothing_is_refused():
+    config = compose_config("model=tiny", "data_mix=hh_shp", "data.weights.shp=2")
+    assert config.data.weights == {"shp": 2}
+    with pytest.raises(ValueError, match="shp is not among datasets"):
+        settings.validate(compose_config("model=tiny", "data_mix=hh_shp", "datasets=[hh]"), device_count=0)
+
+
+def test_a_mix_of_ones_own_and_a_misspelt_one(command, tmp_path):
+    (tmp_path / "mine" / "data_mix").mkdir(parents=True)
+    for name in ("a", "b"):
+        rows = [{"prompt": f"{name}{n}", "chosen": "yes", "rejected": "no"} for n in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = f"# @package _global_\ndatasets: [{tmp_path}/a.jsonl, {tmp_path}/b.jsonl]\ndata: {{weights: {{b: 0.5}}}}\n"
+    (tmp_path / "mine" / "data_mix" / "ours.yaml").write_text(text)
+    done = command(f"--config-dir={tmp_path}/mine", "model=tiny", "loss=dpo", "data_mix=ours", "--cfg", "job")
+    assert done.returncode == 0 and "b: 0.5" in done.stdout and "b.jsonl" in done.stdout, done.stderr
+    wrong = command("model=tiny", "data_mix=hh_sph")
+    assert wrong.returncode == 2 and "did you mean hh_shp?" in wrong.stderr
+
+
+def test_a_resumed_run_keeps_its_mix():
+    saved = compose_config("model=tiny", "data_mix=hh_shp")
+    same = resume.changed_keys(compose_config("model=tiny", "data_mix=hh_shp"), saved, ["data_mix=hh_shp"])
+    assert same == {}
+    other = resume.changed_keys(compose_config("model=tiny", "data_mix=hh_shp_se"), saved, ["data_mix=hh_shp_se"])
+    assert {"datasets", "data.weights"} == set(other)

@@ -156,6 +156,6 @@ def test_scripts_that_are_named_exist():
 def test_the_table_of_groups_is_complete():
     import settings
 
-    for group in ("model", "loss", "fsdp", "experiment"):
+    for group in ("model", "loss", "fsdp", "data_mix", "experiment"):
         row = next(line for line in README.splitlines() if line.startswith(f"| `{group}` |"))
         assert [option for option in settings.options(group) if f"`{option}`" not in row] == []
