@@ -38,17 +38,18 @@ def own_examples(n_responses: int, pairs: Sequence[tuple[int, int]]) -> list[tup
     return list(pairs) or [(response, -1) for response in range(n_responses)]
 
 
-def examples_of_kind(rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Examples of a kind.
+def examples_of_kind(rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Examples of a kind, and what rows they come from.
 
     Args:
         rows: int32 [n, 3], the data set's own examples: its pairs and labelled responses or, for the kind "responses",
             its responses.
-    Returns: int32 [m, 3], in the order in which they first appear in `rows`, and the row [m] in which they do.
+    Returns: int32 [m, 3], in the order in which they first appear in `rows`; and pairs (example, row), as two arrays:
+        every row that an example is in, for a response may be in several pairs.
     """
     assert kind in KINDS, kind
     if kind in ("responses", "pairs"):
-        return rows, np.arange(len(rows))
+        return rows, np.arange(len(rows)), np.arange(len(rows))
     if kind == "group":
         found, source = np.stack([rows[:, 0], *[np.full(len(rows), -1)] * 2], axis=1), np.arange(len(rows))
     else:
@@ -58,9 +59,11 @@ def examples_of_kind(rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarra
         found[1::2, 1] = -1
         there = found[:, 1:].max(axis=1) >= 0  # a labelled response is one example, not two
         found, source = found[there], source[there]
-    _, first = np.unique(found, axis=0, return_index=True)
-    kept = np.sort(first)
-    return np.ascontiguousarray(found[kept], dtype=rows.dtype), source[kept]
+    _, first, example = np.unique(found, axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return np.ascontiguousarray(found[first[order]], dtype=rows.dtype), place[example.reshape(-1)], source
 
 
 def preferences_of(pairs: np.ndarray, group: int) -> np.ndarray:

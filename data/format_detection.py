@@ -21,7 +21,7 @@ from data.row_formats import (
     parse_sharegpt_pair,
     parse_shp,
 )
-from data.row_values import is_empty, number_of, text_of
+from data.row_values import is_empty, number_of, score_of, text_of
 
 # Columns that change what a row means, whatever its format: refused where they say something.
 REFUSED_COLUMNS = {
@@ -39,8 +39,8 @@ SCORES = {
     "score_chosen": ("score_chosen", "chosen_score", "chosen_rating", "chosen-rating"),
     "score_rejected": ("score_rejected", "rejected_score", "rejected_rating", "rejected-rating"),
 }
-CONTEXT_COLUMNS = ("system", "weight", "margin", *LABELS, *SCORES["score_chosen"], *SCORES["score_rejected"],
-                   *REFUSED_COLUMNS)  # fmt: skip
+SCORE_COLUMNS = ("margin", *SCORES["score_chosen"], *SCORES["score_rejected"])
+CONTEXT_COLUMNS = ("system", "weight", *LABELS, *SCORE_COLUMNS, *REFUSED_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def parse_row(parser, has_pairs: bool | None, kind: str, row: dict) -> PromptGro
         elif kind != "responses":
             what = "a label that says good or bad (true or false)" if kind == "unpaired" else "a pair"
             raise ValueError(f"this row is without {what}; of losses, sft alone learns from such rows")
-    _add_scores(group, row)
+    if kind != "responses":  # SFT reads none
+        _add_scores(group, row)
     _add_weight(group, row, kind)
     if isinstance(row.get("system"), str):
         system = text_of(row["system"], "system")
@@ -101,7 +102,8 @@ def verdict(value) -> bool | None:
 
 def _label(group: PromptGroup, good: bool) -> None:
     """Make a group's only response an example by itself."""
-    assert len(group.responses) == 1, "a row of this format has one response"
+    if len(group.responses) != 1:
+        raise ValueError(f"a label says whether a row's only response is good; this row has {len(group.responses)}")
     group.pairs = [(0, -1) if good else (-1, 0)]
     group.sft_targets = group.sft_targets if good else []
 
@@ -116,11 +118,11 @@ def _add_scores(group: PromptGroup, row: dict) -> None:
         given = chosen_column or rejected_column or "margin"
         raise ValueError(f"column {given} rates a chosen and a rejected response, which this row does not have")
     if chosen_column and rejected_column:
-        rated = number_of(row[chosen_column], chosen_column), number_of(row[rejected_column], rejected_column)
+        rated = score_of(row[chosen_column], chosen_column), score_of(row[rejected_column], rejected_column)
     elif chosen_column or rejected_column:
         raise ValueError(f"column {chosen_column or rejected_column} has a score, but the other response has none")
     else:
-        rated = number_of(row["margin"], "margin"), 0.0  # what a loss reads is the difference
+        rated = score_of(row["margin"], "margin"), 0.0  # what a loss reads is the difference
     chosen, rejected = group.pairs[0]
     group.scores = {group.responses[chosen]: rated[0], group.responses[rejected]: rated[1]}
 
@@ -211,7 +213,7 @@ def detect_format(columns, reading: Reading):
     Raises ValueError when no format fits.
     """
     columns, kind, score = set(columns), reading.kind, reading.score
-    if score is not None:
+    if score is not None and score in columns:  # of several data sets, those that have it
         rated = ("prompt", "response", score)
         if not columns.issuperset(rated):
             raise ValueError(

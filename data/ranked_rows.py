@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from data.files import describe
-from data.row_formats import EMPTY, NO_PREFERENCE, SMALL_GAP, PromptGroup, header_of, prompt_of, with_input
-from data.row_values import column, list_of, number_of, text_of
+from data.row_formats import ASSISTANT, EMPTY, NO_PREFERENCE, SMALL_GAP, PromptGroup, header_of, prompt_of, with_input
+from data.row_values import column, in_float32, list_of, score_of, text_of
 
 # Where UltraFeedback's completions have their score, the first that there is.
 SCORE_FIELDS = ("overall_score", "score", "fine-grained_score", "rating", "reward")
@@ -39,7 +39,9 @@ def rank_pairs(group: PromptGroup, rule: PairRule) -> None:
     pairs = []
     for better, worse in itertools.combinations(ordered, 2):
         gap = score[better] - score[worse]
-        reason = NO_PREFERENCE if gap == 0 else SMALL_GAP if gap < rule.min_gap else None
+        # Scores are kept in float32: what is equal there is level.
+        level = in_float32(score[better]) == in_float32(score[worse])
+        reason = NO_PREFERENCE if level else SMALL_GAP if gap < rule.min_gap else None
         if reason:
             group.dropped[reason] = group.dropped.get(reason, 0) + 1
         else:
@@ -90,7 +92,7 @@ def parse_scored(row: dict) -> PromptGroup | str:
     if len(responses) != len(scores):
         raise ValueError(f"there are {len(responses)} responses but {len(scores)} scores")
     rated = [
-        (text_of(text, f"responses[{number}]"), number_of(score, f"scores[{number}]"))
+        (text_of(text, f"responses[{number}]"), score_of(score, f"scores[{number}]"))
         for number, (text, score) in enumerate(zip(responses, scores))
     ]
     return ranked_group(prompt_of(column(row, "prompt")), rated)
@@ -104,7 +106,7 @@ def parse_ultrafeedback(row: dict) -> PromptGroup | str:
         if field is None:
             raise ValueError(f"{where} has no score; read are {', '.join(SCORE_FIELDS)}")
         text = text_of(column(each, "response"), f"{where}.response")
-        rated.append((text, number_of(each[field], f"{where}.{field}")))
+        rated.append((text, score_of(each[field], f"{where}.{field}")))
     prompt = with_input(column(row, "instruction"), row.get("input"))
     return ranked_group([{"role": "user", "content": prompt}], rated)
 
@@ -113,9 +115,14 @@ def parse_nectar(row: dict) -> PromptGroup | str:
     """Nectar's {prompt, answers: [{answer, rank}]}; rank 1 is the best, and scores are ranks with the sign turned."""
     rated = []
     for where, each in _objects(row, "answers", "answer and rank"):
-        rank = number_of(column(each, "rank"), f"{where}.rank")
+        rank = score_of(column(each, "rank"), f"{where}.rank")
         rated.append((text_of(column(each, "answer"), f"{where}.answer"), -rank))
-    return ranked_group(prompt_of(column(row, "prompt")), rated)
+    prompt = prompt_of(column(row, "prompt"))
+    if isinstance(prompt, str) and prompt.rstrip(" ").endswith(ASSISTANT):
+        # Its prompts end with a blank, which belongs to the answer: as tokens it would be another one.
+        prompt = prompt.rstrip(" ")
+        rated = [(f" {text.lstrip(' ')}" if text.strip() else text, score) for text, score in rated]
+    return ranked_group(prompt, rated)
 
 
 def _objects(row: dict, name: str, what: str) -> Iterator[tuple[str, dict]]:
@@ -129,5 +136,5 @@ def _objects(row: dict, name: str, what: str) -> Iterator[tuple[str, dict]]:
 
 def parse_rated_response(attribute: str, row: dict) -> PromptGroup | str:
     """{prompt, response} and a number in the column `attribute`, as HelpSteer has: one response a row."""
-    rated = [(text_of(column(row, "response"), "response"), number_of(column(row, attribute), attribute))]
+    rated = [(text_of(column(row, "response"), "response"), score_of(column(row, attribute), attribute))]
     return ranked_group(prompt_of(column(row, "prompt")), rated)

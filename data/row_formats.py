@@ -60,6 +60,12 @@ class PromptGroup:
         """What makes two prompts the same."""
         return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, ensure_ascii=False)
 
+    def conflicts(self, other: "PromptGroup") -> bool:
+        """Whether another group of the same prompt rates a response otherwise, as margins of two pairs do that share
+        it. Ratings of a ranking merge: the best one counts."""
+        both = self.scores.keys() & other.scores.keys()
+        return not (self.ranked and other.ranked) and any(self.scores[text] != other.scores[text] for text in both)
+
     def merge(self, other: "PromptGroup"):
         """Takes over the responses, pairs and targets of another group of the same prompt; equal texts become one."""
         known = {text: index for index, text in enumerate(self.responses)}
@@ -76,9 +82,7 @@ class PromptGroup:
         self.earlier_turns += [turn for turn in other.earlier_turns if turn not in self.earlier_turns]
         for text, score in other.scores.items():
             # As within a row: of a response that is rated twice the best rating counts.
-            self.scores[text] = (
-                max(score, self.scores.get(text, score)) if other.ranked else self.scores.get(text, score)
-            )
+            self.scores[text] = max(score, self.scores.get(text, score))
         if self.sft_score is None or other.sft_score is None:
             self.sft_targets += [text for text in other.sft_targets if text not in self.sft_targets]
         elif other.sft_score > self.sft_score:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from data.files import named
-from data.format_detection import LABELS, Reading, detect_format
+from data.format_detection import LABELS, SCORE_COLUMNS, Reading, detect_format, verdict
 from data.ranked_rows import drop_small_gaps, rank_pairs
 from data.row_formats import BAD_ROW, PromptGroup, parse_se, with_input
 from data.row_values import MESSAGE_FIELDS, is_empty
@@ -44,6 +44,8 @@ class RowStream:
         self._named = parser is not None  # the other columns of a named data set are known, and mean nothing to it
         self._input: str | None = None  # a column that is appended to the prompt
         self._present: set[str] = set()  # all columns met
+        self._labelled = False  # whether a label said good or bad
+        self._contradicted: list[int] = []  # the first rows of prompts of which a response is called good and bad
         self._fields: set[str] = set()  # of the messages that were met, all that have a value
 
     def _detect(self):
@@ -88,6 +90,7 @@ class RowStream:
         """Takes in what columns a row has, and what fields its messages have."""
         if not self._present.issuperset(row):
             self._present.update(row)
+        self._labelled |= any(name in row and verdict(row[name]) is not None for name in LABELS)
         for name in wanted:
             for message in value if isinstance(value := row.get(name), list) else ():
                 if isinstance(message, dict) and not self._fields.issuperset(message):
@@ -97,11 +100,19 @@ class RowStream:
         """Notices of columns and fields that nothing reads."""
         if self._named or self.parser is parse_se:
             return
-        # Of pairs a label is not read.
-        wanted = self._wanted() - (set() if self.reading.kind == "unpaired" else set(LABELS))
+        without = {"responses": SCORE_COLUMNS, "pairs": LABELS, "unpaired": ()}[self.reading.kind]
+        wanted = self._wanted() - {*without} - (set() if self._labelled else set(LABELS))
         for kind, names in (("columns", self._present - wanted), ("fields of messages", self._fields - MESSAGE_FIELDS)):
             if names:
                 yield f"data set {self.name}: {kind} that are not read: {named(names)}"
+
+    def _note_contradictions(self, group: PromptGroup, counts: Counter):
+        """Count responses that labels call good and bad: each is an example of both."""
+        good, bad = ({pair[side] for pair in group.pairs if pair[1 - side] < 0} for side in (0, 1))
+        if both := len(good & bad):
+            counts["labelled_good_and_bad"] += both
+            if len(self._contradicted) < MOST_NAMED:
+                self._contradicted.append(group.row)
 
     def _renamed(self, row: dict) -> dict | ValueError:
         taken = set(self.renames.values())
@@ -151,9 +162,10 @@ class RowStream:
         keys = array("Q", self._keys())
         belongs = hold_out(keys, self.split, self.test_share, self.by_row)
         waiting = _repeated(key for index, key in enumerate(keys) if belongs(index, key))
-        merged: dict[int, dict[str, PromptGroup]] = defaultdict(dict)
+        merged: dict[int, dict[str, list[PromptGroup]]] = defaultdict(dict)
         seen, own_pairs = 0, False
         self.bad.clear()  # the second reading finds them again
+        self._contradicted.clear()
         for index, group in enumerate(self._parsed()):
             seen += 1
             if seen > len(keys):
@@ -167,9 +179,10 @@ class RowStream:
                 counts[group] += 1
             else:
                 counts.update(group.dropped)
-                known = same.get(group.key()) if same else None
+                of_prompt = same.setdefault(group.key(), [])
+                known = next((each for each in of_prompt if not each.conflicts(group)), None)
                 if known is None:
-                    same[group.key()] = group
+                    of_prompt.append(group)
                 else:
                     known.merge(group)
                     counts["merged_rows"] += 1
@@ -178,8 +191,9 @@ class RowStream:
                 if waiting[key]:
                     continue
                 del waiting[key], merged[key]
-            counts["groups"] += len(same)
-            for whole in same.values():
+            wholes = [whole for of_prompt in same.values() for whole in of_prompt]
+            counts["groups"] += len(wholes)
+            for whole in wholes:
                 before = Counter(whole.dropped)
                 if whole.ranked or (self.parser is parse_se and not self.reading.rule.is_default):
                     rank_pairs(whole, self.reading.rule)
@@ -188,9 +202,12 @@ class RowStream:
                     own_pairs |= bool(whole.pairs)
                 counts.update(Counter(whole.dropped) - before)
                 counts["groups"] += len(whole.earlier_turns)
+                self._note_contradictions(whole, counts)
                 yield whole
                 for prompt, target in whole.earlier_turns:
                     yield PromptGroup(prompt, [target], [], [target], whole.row)
+        if self.reading.score in self._present:
+            counts["rated_by_data_score"] = counts["rows"]
         if seen != len(keys):
             raise ValueError(f"data set {self.name}: {self.rows.label()} changed while it was read")
         self.notices += [text for text in self._unread() if text not in self.notices]
@@ -198,6 +215,12 @@ class RowStream:
             self.notices.append(
                 f"data set {self.name}: data.pairs={self.reading.rule.how} is for rankings; pairs that rows name "
                 "themselves stay as they are"
+            )
+        if self._contradicted:
+            rows = ", ".join(map(str, self._contradicted))
+            self.notices.append(
+                f"data set {self.name}: {counts['labelled_good_and_bad']:,} responses are called good by one row and "
+                f"bad by another of the same prompt, and are an example of both; first of prompts in row {rows}"
             )
         if counts[BAD_ROW]:
             first = "; ".join(self.bad)

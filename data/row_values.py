@@ -7,6 +7,7 @@ import ast
 import json
 import math
 import re
+import struct
 import warnings
 
 from data.files import describe, named
@@ -66,6 +67,20 @@ def number_of(value, what: str) -> float:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, not {value}")
     return value
+
+
+def score_of(value, what: str) -> float:
+    """A number that float32 holds, in which scores are kept."""
+    number = number_of(value, what)
+    try:
+        in_float32(number)
+    except (OverflowError, struct.error):
+        raise ValueError(f"{what} is {number:.3g}, which float32 cannot hold: scale the scores down") from None
+    return number
+
+
+def in_float32(number: float) -> float:
+    return struct.unpack("<f", struct.pack("<f", number))[0]
 
 
 def is_empty(value) -> bool:

@@ -100,17 +100,18 @@ def _of_group(group: PromptGroup, name: str, source, encoder: TextEncoder, limit
         return [ShownExample(name, group.row, dropped=dict(dropped))]
     own = own_examples(len(fitted.responses), fitted.pairs)
     rows = np.array([(0, *example) for example in own], dtype=np.int32)
-    found, of_own = examples_of_kind(rows, kind)
+    found, example, row = examples_of_kind(rows, kind)
+    weights = np.bincount(example, np.array(fitted.weights)[row]) / np.bincount(example)
     prompt = _text("prompt", whole.prompt, *_kept_prompt(whole.prompt, fitted.prompt), encoder, "prompt", False)
     return [
         ShownExample(
             name,
             group.row,
             [prompt, *(_response(fitted, whole, *each, encoder) for each in _labelled(example, kind, fitted))],
-            fitted.weights[index],
+            weight,
             dict(dropped),
         )
-        for example, index in zip(found[:, 1:].tolist(), of_own.tolist())
+        for example, weight in zip(found[:, 1:].tolist(), weights.tolist())
     ]
 
 

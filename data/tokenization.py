@@ -39,7 +39,7 @@ from data.token_cache import ArrayFile, CacheWriteError
 from data.truncation import Limits, TokenGroup, fit_group
 from data.workers import ordered_map, worker_count
 
-FORMAT = 4  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
+FORMAT = 5  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
 CHUNK = 256  # groups that are encoded in one call
 ARRAYS = {
     "tokens": (np.int32, ()),
@@ -91,12 +91,15 @@ class TokenizedDataset:
         self.notices: list[str] = list(manifest["notices"])
         for array_name in ARRAYS:
             setattr(self, array_name, token_cache.open_array(self.folder, f"{array_name}.npy"))
-        self._pairs, self._source = self.examples, np.arange(len(self.examples))
+        self._pairs, self._example_weights = self.examples, self.weights
         self.mismatched = False  # whether a response of another prompt is scored after each
 
     def of_kind(self, kind: str) -> TokenizedDataset:
         """This data set with examples of a kind (examples.py), made out of its pairs."""
-        self.examples, self._source = examples_of_kind(self._pairs, kind)
+        self.examples, example, row = examples_of_kind(self._pairs, kind)
+        # Of an example made of several rows the mean of theirs.
+        total = np.bincount(example, self.weights[row], len(self.examples))
+        self._example_weights = total / np.maximum(np.bincount(example, minlength=len(self.examples)), 1)
         self.mismatched = kind == "unpaired_mismatched"
         if self.mismatched and self.n_groups < 2:
             raise ValueError(
@@ -179,7 +182,7 @@ class TokenizedDataset:
 
     def weight(self, example: int) -> float:
         """What the loss of an example is multiplied by."""
-        return float(self.weights[self._source[example]])
+        return float(self._example_weights[example])
 
 
 def load_tokenized(

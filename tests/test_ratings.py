@@ -7,6 +7,7 @@ import pytest
 from rows import chat, config, only, read, write
 from runs import LLAMA, train
 
+from data.sources import open_source
 from data.tokenization import load_tokenized
 from modeling.loading import byte_tokenizer
 
@@ -18,7 +19,7 @@ def texts(group):
     return [tuple(group.responses[n] if n >= 0 else "" for n in pair) for pair in group.pairs]
 
 
-# ---- Labels ----------------------------------------------------------------------------------------------------------
+# ---- Labels ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.csv", "d.parquet"])
@@ -61,7 +62,7 @@ def test_rows_of_the_wrong_kind_are_refused(tmp_path, rows, kind, message):
         read(write(tmp_path / "d.jsonl", rows), tmp_path, kind=kind)
 
 
-# ---- Rankings --------------------------------------------------------------------------------------------------------
+# ---- Rankings -------------------------------------------------------------------------------------------------------
 
 RANKINGS = {
     "scored": [{"prompt": "q", "responses": ["b", "a", "c"], "scores": [2, 3, 1]}],
@@ -172,7 +173,7 @@ def test_ratings_that_cannot_be_read_are_refused(tmp_path, row, message):
 
 def test_a_score_column_that_is_not_there(tmp_path):
     path = write(tmp_path / "d.jsonl", [{"prompt": "q", "response": "a", "helpfulness": 3}])
-    with pytest.raises(ValueError, match="data.score=helpful rates one response a row"):
+    with pytest.raises(ValueError, match="choose the column that ranks them, data.score=helpfulness"):
         read(path, tmp_path, score="helpful")
 
 
@@ -198,7 +199,7 @@ def test_layouts_of_other_trainers(tmp_path):
         read(write(tmp_path / "x.jsonl", [{"instruction": "q", "output": "a"}]), tmp_path)
 
 
-# ---- In runs -------------------------------------------------------------------------------------------------------
+# ---- In runs --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -319,3 +320,149 @@ def test_a_label_makes_no_pair(tmp_path):
     row = {"instruction": "q", "output": "a", "label": True}
     with pytest.raises(ValueError, match="line 1: this row is without a pair"):
         read(write(tmp_path / "d.jsonl", [row]), tmp_path)
+
+
+# ---- Rows of one prompt that rate the same response otherwise -------------------------------------------------------
+
+
+def test_margins_of_two_pairs_that_share_a_response_both_count(tmp_path, folder):
+    rows = [
+        {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1},
+        {"prompt": "q", "chosen": "a", "rejected": "c", "margin": 5},
+        {"prompt": "q", "chosen": "d", "rejected": "e", "margin": 2},
+    ]
+    groups, counts = read(write(tmp_path / "d.jsonl", rows), tmp_path)
+    found = {
+        texts(group)[n]: group.scores[texts(group)[n][0]] - group.scores[texts(group)[n][1]]
+        for group in groups
+        for n in range(len(group.pairs))
+    }
+    assert found == {("a", "b"): 1, ("a", "c"): 5, ("d", "e"): 2}
+    assert counts["groups"] == 2  # the third row joins the first
+
+
+@pytest.mark.parametrize("loss, weights", [("dpo", [1, 3, 5]), ("bco", [2, 1, 3, 5, 5]), ("plackett_luce", [3])])
+def test_an_example_that_several_rows_make_has_the_mean_of_their_weights(folder, loss, weights):
+    rows = [
+        {"prompt": "q", "chosen": "a", "rejected": "b", "weight": 1, "score_chosen": 3, "score_rejected": 1},
+        {"prompt": "q", "chosen": "a", "rejected": "c", "weight": 3, "score_chosen": 3, "score_rejected": 0},
+        {"prompt": "q", "chosen": "d", "rejected": "e", "weight": 5, "score_chosen": 2, "score_rejected": -1},
+    ]
+    seen = []
+
+    def prepare(trainer):
+        prepare_ = trainer.prepare
+
+        def prepared():
+            prepare_()
+            (dataset,) = trainer.datasets["train"]
+            first = [number for number, row in enumerate(dataset.examples) if row[0] == 0]
+            seen.append([dataset.weight(number) for number in first])
+
+        trainer.prepare = prepared
+
+    rows += [{"prompt": "other", "chosen": "a", "rejected": "b", "score_chosen": 3, "score_rejected": 1}]
+    option = data(folder, f"mean-of-weights-{loss}", rows)
+    train(folder, *LLAMA, option, f"loss={loss}", "n_examples=2", "batch_size=2", prepare=prepare)
+    assert sorted(seen[0]) == sorted(weights)
+
+
+# ---- Scores that cannot be, labels that contradict ------------------------------------------------------------------
+
+
+def test_scores_that_float32_cannot_hold_or_tell_apart(tmp_path):
+    row = {"prompt": "q", "responses": ["a", "b"], "scores": [1e300, 1]}
+    with pytest.raises(ValueError, match=r"line 1: scores\[0\] is 1e\+300, which float32 cannot hold"):
+        read(write(tmp_path / "a.jsonl", [row]), tmp_path)
+    rows = [
+        {"prompt": "p", "responses": ["a", "b"], "scores": [1, 2]},
+        {"prompt": "q", "responses": ["a", "b"], "scores": [16777217, 16777216]},
+    ]
+    groups, counts = read(write(tmp_path / "b.jsonl", rows), tmp_path)
+    assert [len(group.pairs) for group in groups] == [1, 0] and counts["dropped_tied"] == 1
+
+
+def test_a_gap_is_measured_in_the_scores_as_they_are_written(tmp_path):
+    rows = [{"prompt": "q", "responses": ["a", "b"], "scores": [0.9, 0.6]}]
+    (group,), _ = read(write(tmp_path / "d.jsonl", rows), tmp_path, min_score_gap=0.3)
+    assert texts(group) == [("a", "b")]
+
+
+def test_a_label_of_a_row_with_several_responses(tmp_path):
+    row = {"prompt": "q", "responses": ["a", "b"], "sft_target": "a", "label": True}
+    with pytest.raises(ValueError, match="line 1: a label says whether a row's only response is good; this row has 2"):
+        read(write(tmp_path / "d.jsonl", [row]), tmp_path, kind="unpaired")
+
+
+def test_sft_names_the_ratings_that_it_does_not_read(tmp_path):
+    from test_columns import notices_of
+
+    rows = [{"prompt": "q", "completion": "a", "margin": 2, "chosen_score": 3}]
+    (notice,) = notices_of(write(tmp_path / "d.jsonl", rows), tmp_path, sft=True)
+    assert notice.endswith("columns that are not read: ['chosen_score', 'margin']")
+    rows = [{"prompt": "q", "completion": "a", "label": True}]
+    assert not notices_of(write(tmp_path / "labelled.jsonl", rows), tmp_path, sft=True)
+
+
+def test_a_response_that_is_called_good_and_bad_is_counted_and_named(tmp_path):
+    rows = [{"prompt": "q", "completion": "a", "label": good} for good in (True, False)]
+    rows += [{"prompt": "p", "completion": "a", "label": True}]
+    source = open_source(str(write(tmp_path / "d.jsonl", rows)), "train", config(tmp_path, test_fraction=0), "unpaired")
+    groups = list(source.groups())
+    assert [texts(group) for group in groups] == [[("a", ""), ("", "a")], [("a", "")]]
+    assert source.counts["labelled_good_and_bad"] == 1
+    assert "1 responses are called good by one row and bad by another" in source.notices[0]
+
+
+def test_nectars_blank_after_assistant_belongs_to_the_answer(tmp_path):
+    row = {
+        "prompt": "\n\nHuman: hi\n\nAssistant: ",
+        "answers": [{"answer": "yes", "rank": 1}, {"answer": " no", "rank": 2}],
+    }
+    group = only(write(tmp_path / "d.jsonl", [row]), tmp_path)
+    assert group.prompt == "\n\nHuman: hi\n\nAssistant:" and texts(group) == [(" yes", " no")]
+    assert group.header == "\n\nAssistant:"
+
+
+# ---- Options that have no effect ------------------------------------------------------------------------------------
+
+
+def test_a_score_column_is_for_the_data_sets_that_have_it(folder):
+    rated = [{"prompt": f"q{n % 2}", "response": f" {n}", "helpfulness": n} for n in range(4)]
+    pairs = [{"prompt": f"p{n}", "chosen": " a", "rejected": " b"} for n in range(4)]
+    both = [data(folder, name, rows).partition("=[")[2][:-1] for name, rows in (("rated", rated), ("pairs", pairs))]
+    assert math.isfinite(first_loss(folder, f"datasets=[{','.join(both)}]", "data.score=helpfulness"))
+    with pytest.raises(ValueError, match="data.score=helpfulness has no effect: no data set"):
+        first_loss(folder, f"datasets=[{both[1]}]", "data.score=helpfulness")
+
+
+@pytest.mark.parametrize("option", ["data.pairs=adjacent", "data.min_score_gap=2"])
+def test_sft_refuses_what_is_about_pairs(compose, option):
+    import settings
+
+    with pytest.raises(ValueError, match="learns the best response of a ranking, and no pairs"):
+        settings.validate(compose("model=tiny", "loss=sft", option), device_count=0)
+
+
+WRONG = {  # rows of a kind -> the losses that learn from them
+    "sft": ({"prompt": "q", "completion": " a"}, {"responses"}),
+    "pairs": ({"prompt": "q", "chosen": " a", "rejected": " b"}, {"responses", "pairs", "unpaired", "group"}),
+    "labelled": ({"prompt": "q", "completion": " a", "label": True}, {"responses", "unpaired"}),
+    "ranked": (
+        {"prompt": "q", "responses": [" a", " b"], "scores": [2, 1]},
+        {"responses", "pairs", "unpaired", "group"},
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", WRONG)
+@pytest.mark.parametrize("kind", ["responses", "pairs", "unpaired", "group"])
+def test_every_kind_of_loss_takes_its_rows_and_refuses_others(tmp_path, rows, kind):
+    row, fitting = WRONG[rows]
+    path = write(tmp_path / "d.jsonl", [row])
+    load = lambda: load_tokenized(str(path), "train", byte_tokenizer(), config(tmp_path, test_fraction=0), kind)  # noqa: E731
+    if kind in fitting:
+        assert len(load()) > 0
+    else:
+        with pytest.raises(ValueError, match=r"d\.jsonl.*(loss=sft|a label|losses of such rows)"):
+            load()

@@ -393,7 +393,7 @@ def test_examples_with_an_unknown_response_are_found(kind):
     rng = np.random.default_rng(0)
     data = pairs_data(30)
     pairs = np.array([pair for pair in data.examples if rng.random() < 0.5], dtype=np.int32)
-    data.examples, _ = examples_of_kind(pairs, kind)
+    data.examples, *_ = examples_of_kind(pairs, kind)
     data.preferences = lambda group: preferences_of(pairs, group)
     mixture = DatasetMixture([data])
     for share in (0.0, 0.1, 0.9, 1.0):

@@ -135,6 +135,11 @@ def check_scores(config: Settings, datasets: dict[str, list]) -> None:
                 f"{len(unknown):,} of {dataset.n_responses:,}, first in row {dataset.rows[group]}. Give columns "
                 "score_chosen and score_rejected, margin, or responses and scores, or name yours with data.columns"
             )
+    if config.data.score and not any(dataset.counts.get("rated_by_data_score") for dataset in datasets["train"]):
+        raise ValueError(
+            f"data.score={config.data.score} has no effect: no data set in datasets={list(config.datasets)} has such a "
+            "column beside prompt and response"
+        )
     scored = any(not np.isnan(dataset.scores).all() for dataset in datasets["train"])
     for key in ("pairs", "min_score_gap"):
         if not scored and getattr(config.data, key) != default(f"data.{key}"):

@@ -12,6 +12,9 @@ from settings.schema import DataSettings, Settings
 def check(settings: Settings) -> None:
     if settings.loss.name != "sft":
         refuse_change(settings, "data.train_on", f"loss={settings.loss.name} learns the last response of a row")
+    if settings.loss.name == "sft":
+        for key in ("data.pairs", "data.min_score_gap"):
+            refuse_change(settings, key, "loss=sft learns the best response of a ranking, and no pairs")
     if not settings.datasets:
         raise ValueError("datasets=[] names no data: give at least one, such as datasets=[hh]")
     for name in settings.datasets:
