@@ -28,6 +28,8 @@ class PromptUnit:
         mismatched: of the kind "unpaired_mismatched": index into `responses` of one that belongs to another prompt.
         scores: of each response, as its row rates it; NaN where that is not known.
         weights: of each example, by which its loss is multiplied.
+        scored: bool arrays [R_k], which tokens of each response are scored: not those of the user's turns in one of
+            several turns. Empty: all are.
     """
 
     dataset: int
@@ -40,6 +42,11 @@ class PromptUnit:
     mismatched: int | None = None
     scores: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
+    scored: list[np.ndarray] = field(default_factory=list)
+
+    def scored_of(self, index: int) -> np.ndarray:
+        """bool [R_k] of a response."""
+        return self.scored[index] if self.scored else np.ones(len(self.responses[index]), dtype=bool)
 
     def cost(self, share_prefix: bool = True) -> int:
         """Tokens that a forward pass over this unit computes."""
@@ -110,7 +117,7 @@ class MicroBatch:
     @property
     def lengths_list(self) -> list[int]:
         """`lengths` as integers on the host, without a device sync."""
-        return [len(response) for unit in self.units for response in unit.responses]
+        return [int(unit.scored_of(index).sum()) for unit in self.units for index in range(len(unit.responses))]
 
     @property
     def n_tokens(self) -> int:
@@ -139,19 +146,21 @@ def pack(units: list[PromptUnit], share_prefix: bool = True, multiple: int = 1) 
     cursor = n_responses = 0
     for unit in units:
         n_prompt = len(unit.prompt)
-        groups = [unit.responses] if share_prefix else [[response] for response in unit.responses]
-        for responses in groups:
+        every = list(range(len(unit.responses)))
+        for numbers in [every] if share_prefix else [[number] for number in every]:
+            responses = [unit.responses[number] for number in numbers]
             start = cursor
             tokens.append(unit.prompt)
             positions.append(np.arange(n_prompt))
             cursor += n_prompt
-            for response in responses:
-                n = len(response)
+            for number, response in zip(numbers, responses):
+                n, scored = len(response), unit.scored_of(number)
                 tokens.append(response)
                 positions.append(np.arange(n_prompt, n_prompt + n))
                 # The first response token is predicted by the prompt's last one, wherever the response itself lies.
-                predictors.append(np.concatenate([[start + n_prompt - 1], np.arange(cursor, cursor + n - 1)]))
-                response_of.append(np.full(n, n_responses))
+                before = np.concatenate([[start + n_prompt - 1], np.arange(cursor, cursor + n - 1)])
+                predictors.append(before[scored])
+                response_of.append(np.full(scored.sum(), n_responses))
                 cursor += n
                 n_responses += 1
             trees.append(PrefixTree(n_prompt, tuple(len(response) for response in responses)))
@@ -178,16 +187,17 @@ def pad(units: list[PromptUnit], pad_token_id: int) -> MicroBatch | None:
         return None
     rows = [np.concatenate([unit.prompt, response]) for unit in units for response in unit.responses]
     prompts = [len(unit.prompt) for unit in units for _ in unit.responses]
+    kept = [unit.scored_of(index) for unit in units for index in range(len(unit.responses))]
     longest = max(map(len, rows))
     input_ids: np.ndarray = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
     mask: np.ndarray = np.zeros((len(rows), longest), dtype=np.int64)
     predictors: list[np.ndarray] = []
     response_of: list[np.ndarray] = []
-    for index, (row, n_prompt) in enumerate(zip(rows, prompts)):
+    for index, (row, n_prompt, scored) in enumerate(zip(rows, prompts, kept)):
         input_ids[index, : len(row)] = row
         mask[index, : len(row)] = 1
-        predictors.append(index * longest + np.arange(n_prompt - 1, len(row) - 1))
-        response_of.append(np.full(len(row) - n_prompt, index))
+        predictors.append(index * longest + np.arange(n_prompt - 1, len(row) - 1)[scored])
+        response_of.append(np.full(scored.sum(), index))
     positions = np.broadcast_to(np.arange(longest), mask.shape) * mask
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
@@ -213,10 +223,10 @@ def _examples(units: list[PromptUnit]) -> dict:
         preferences += [(preferred + offset, other + offset) for preferred, other in unit.preferences]
         mismatched += [] if unit.mismatched is None else [unit.mismatched + offset]
         offset += len(unit.responses)
-    responses = [response for unit in units for response in unit.responses]
+    scored = [response[unit.scored_of(index)] for unit in units for index, response in enumerate(unit.responses)]
     return {
-        "targets": _int64(responses),
-        "lengths": torch.tensor([len(response) for response in responses], dtype=torch.float32),
+        "targets": _int64(scored),
+        "lengths": torch.tensor([len(tokens) for tokens in scored], dtype=torch.float32),
         "scores": torch.tensor(_each(units, "scores", "responses", math.nan), dtype=torch.float32),
         "pairs": torch.tensor(pairs, dtype=torch.int64),
         "weights": torch.tensor(_each(units, "weights", "pairs", 1.0), dtype=torch.float32),

@@ -13,14 +13,16 @@ what was written:
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
-from data.row_formats import ASSISTANT, HUMAN, PromptGroup
+from data.answers import Answer, missing_in, names_of, strings_in, with_strings
+from data.dialogues import dialogue_text, messages_of_dialogue, user_message
+from data.row_formats import ASSISTANT, PromptGroup
 from data.template_calls import ChatTemplate, TemplateRefusal, unused_characters
 
 SHOWN = 5  # row numbers that a notice names
 _SHORT = 8  # characters: texts below may stand in a rendering by chance
-_TURN = re.compile(f"({re.escape(HUMAN)}|{re.escape(ASSISTANT)})")
 
 NOTICES = {  # what is counted -> what the user should know
     "answers_trimmed": "the chat template drops the blanks around some answers or moves them: trained on as rendered",
@@ -61,6 +63,7 @@ class RenderedGroup:
     token do.
     header: the end of the prompt that truncation keeps; None: ask `ChatRenderer.header`, which renders again.
     messages: the conversation that was rendered. generation_prompt: the prompt is what was rendered for generation.
+    unscored: of each full text, (start, stop) of its characters that are not scored; empty: everything is.
     """
 
     prompt: str
@@ -72,6 +75,7 @@ class RenderedGroup:
     placeholders: dict[str, str] = field(default_factory=dict)
     messages: list[dict] = field(default_factory=list)
     generation_prompt: bool = False
+    unscored: list[list[tuple[int, int]]] = field(default_factory=list)
 
 
 class Lookalikes:
@@ -140,19 +144,30 @@ class ChatRenderer:
             if group.header:
                 prompt, responses = messages_of_dialogue(prompt), [text.removeprefix(" ") for text in responses]
             else:
-                prompt = [_user(prompt)]
+                prompt = [user_message(prompt)]
         if isinstance(prompt, str):
             return self._render_text(prompt, responses, group)
-        texts = [*(message["content"] for message in prompt), *responses]
+        answers = [group.turns.get(text, text) for text in responses]
+        texts = list(strings_in([prompt, answers, group.tools]))
         lookalikes = any(map(self.control_text.search, texts))
         if lookalikes:
             self._count_lookalikes("conversation", group.row, texts)
         if self.template.text:
-            return self._render_conversation(prompt, responses, protect=lookalikes)
+            if prompt[-1]["role"] == "assistant":
+                return self._render_prefill(prompt, answers, group.tools, protect=lookalikes)
+            return self._render_conversation(prompt, answers, group.tools, protect=lookalikes)
+        if group.turns or group.tools or any(set(message) != {"role", "content"} for message in prompt):
+            raise ValueError(
+                "tools, tool calls, reasoning and answers of several turns are written by a chat template, and the "
+                "tokenizer has none: give one with data.chat_template"
+            )
         self._notice(
             "the tokenizer has no chat template: conversations are laid out as "
             r"'\n\nHuman: ... \n\nAssistant:'; data.chat_template gives another layout"
         )
+        if prompt[-1]["role"] == "assistant":
+            dialogue = f"{dialogue_text(prompt[:-1])} {prompt[-1]['content'].lstrip(' ')}"
+            return RenderedGroup(dialogue, [dialogue + text for text in responses])
         dialogue = dialogue_text(prompt)
         return RenderedGroup(dialogue, [f"{dialogue} {text.lstrip(' ')}" for text in responses], header=ASSISTANT)
 
@@ -193,9 +208,32 @@ class ChatRenderer:
 
     # ---- Conversations ----------------------------------------------------------------------------------------------
 
-    def _render_conversation(self, messages: list[dict], responses: list[str], protect: bool) -> RenderedGroup:
-        """Renders a conversation with each response. protect: the texts hold control-like text."""
-        free = unused_characters(self.template.text or "", *(message["content"] for message in messages), *responses)
+    def _render_prefill(self, messages: list[dict], answers: list[Answer], tools: list[dict], protect: bool):
+        """Renders a conversation whose last message, the assistant's, each answer goes on with."""
+        *before, last = messages
+        begun = last["content"]
+        if not all(isinstance(answer, str) for answer in answers):
+            raise ValueError(
+                "prompt ends with an assistant message, which only a response that is text can go on with; this one "
+                "has tool calls, reasoning or several turns"
+            )
+        rendered = self._render_conversation(before, [f"{begun}{answer}" for answer in answers], tools, protect)
+        placeholder_of = {text: character for character, text in rendered.placeholders.items()}
+        begun = self.control_text.sub(lambda match: placeholder_of[match.group()], begun) if protect else begun
+        prompt = rendered.prompt + begun
+        if not all(text.startswith(prompt) for text in rendered.full_texts):
+            raise ValueError(
+                f"the chat template does not write the beginning of the answer {last['content'][:60]!r} as it is, so "
+                "that a response cannot go on with it; leave blanks around it out, or give another template with "
+                "data.chat_template"
+            )
+        return replace(rendered, prompt=prompt, header=self.header(rendered) + begun)
+
+    def _render_conversation(
+        self, messages: list[dict], answers: list[Answer], tools: list[dict], protect: bool
+    ) -> RenderedGroup:
+        """Renders a conversation with each answer. protect: the texts hold control-like text."""
+        free = unused_characters(self.template.text or "", *strings_in([messages, answers, tools]))
         originals: dict[str, str] = {}  # placeholder -> text
         if protect:
             # One character each keeps a template's own handling of the text around it (trimming, splitting) as it is.
@@ -206,20 +244,40 @@ class ChatRenderer:
                     placeholders[match.group()] = next(free)
                 return placeholders[match.group()]
 
-            messages = [
-                {**message, "content": self.control_text.sub(placeholder, message["content"])} for message in messages
-            ]
-            responses = [self.control_text.sub(placeholder, text) for text in responses]
+            def protected(value):
+                return with_strings(value, lambda text: self.control_text.sub(placeholder, text))
+
+            messages, answers, tools = protected(messages), protected(answers), protected(tools)
             originals = {character: text for text, character in placeholders.items()}
+        with self.template.with_tools(tools):
+            rendered = self._rendered(messages, answers, tools, free)
+        return replace(rendered, placeholders=originals)
+
+    def _rendered(
+        self, messages: list[dict], answers: list[Answer], tools: list[dict], free: Iterator[str]
+    ) -> RenderedGroup:
         mark = next(free) * 3
         head, tail, messages = self._head_and_tail(messages, mark)
+        if lacking := [name for name in names_of(tools) if name not in head]:
+            raise ValueError(
+                f"the chat template does not write the function {lacking[0]} of column tools: give a template that "
+                "does, with data.chat_template, or leave the column out"
+            )
         kept_tail = self.template.turn_end(tail, self.control_text)
         if not kept_tail and tail.strip():
             self._notice(
                 f"the chat template ends an answer with {tail.strip()!r}, which is no control token of this tokenizer: "
                 f"responses end with its EOS {self.eos} instead"
             )
-        bodies = [self._body(messages, head, tail, response) for response in responses]
+        unscored: list[list[tuple[int, int]]] = []
+        bodies = []
+        for answer in answers:
+            if isinstance(answer, str):
+                body, spans = self._body(messages, head, tail, answer), []
+            else:
+                body, spans = self._body_of_turns(messages, answer, tail, len(kept_tail))
+            bodies.append(body)
+            unscored.append(spans)
         prompt, bodies, generation_prompt = self._split(messages, head, bodies, mark, next(free) * 3)
         self._check_messages(messages, prompt, generation_prompt)
         return RenderedGroup(
@@ -229,9 +287,9 @@ class ChatRenderer:
             from_template=True,
             terminated=bool(kept_tail),
             header=None,
-            placeholders=originals,
             messages=messages,
             generation_prompt=generation_prompt,
+            unscored=unscored if any(unscored) else [],
         )
 
     def _head_and_tail(self, messages, mark: str):
@@ -242,7 +300,7 @@ class ChatRenderer:
             if not (len(messages) > 1 and messages[0]["role"] == "system" and messages[1]["role"] == "user"):
                 raise
         folded = messages[0]["content"] + "\n\n" + messages[1]["content"]
-        result = self._head_and_tail([_user(folded), *messages[2:]], mark)
+        result = self._head_and_tail([user_message(folded), *messages[2:]], mark)
         self.counts["system_turns_folded"] += 1
         return result
 
@@ -259,6 +317,40 @@ class ChatRenderer:
                 return body
         self.counts["answers_kept_whole"] += 1
         return head + response
+
+    def _body_of_turns(self, messages: list[dict], turns: list[dict], tail: str, kept: int):
+        """(the conversation up to the end of an answer that is more than text, what in it is not scored).
+
+        kept: characters of `tail`, what the template writes after an answer, that belong to the answer.
+        """
+        whole = self.template.render([*messages, *turns])
+        if not whole.endswith(tail):
+            raise ValueError(
+                f"the chat template ends this answer otherwise than one of text, with {whole[-40:]!r} and not "
+                f"{tail[-40:]!r}; give another with data.chat_template"
+            )
+        lacking = missing_in([m for m in turns if m["role"] == "assistant"], whole, reasoning=True)
+        if lacking:
+            raise ValueError(
+                f"the chat template does not write {lacking} of the answer: give a template that does, with "
+                "data.chat_template, or leave it out of the data"
+            )
+        spans = []
+        for number, turn in enumerate(turns):
+            if turn["role"] == "assistant" or turns[number - 1]["role"] != "assistant":
+                continue
+            following = next(k for k in range(number, len(turns)) if turns[k]["role"] == "assistant")
+            until = self.template.render([*messages, *turns[:number]])
+            end = len(until) - len(tail) + kept
+            start = self.template.render([*messages, *turns[:following]], generation_prompt=True)
+            if not (until.endswith(tail) and whole.startswith(until[:end]) and whole.startswith(start)):
+                raise ValueError(
+                    "the chat template lays turns out otherwise when others follow, so that the tokens of an answer of "
+                    "several turns cannot be told apart: give the earlier turns in the prompt, or another template "
+                    "with data.chat_template"
+                )
+            spans.append((end, len(start)))
+        return whole[: len(whole) - len(tail)], spans
 
     def _split(self, messages: list[dict], head: str, bodies: list[str], mark: str, other_mark: str):
         """(prompt, bodies, whether the prompt is what the template renders for generation).
@@ -297,6 +389,15 @@ class ChatRenderer:
             rest = f"{before}\0{after}" if found else rest
             if text and (not found or (len(text) < _SHORT and number in left_out)):
                 changed.append(number)
+        more = [message for message in messages if len(message) > 2]
+        if more and (lacking := missing_in(more, prompt, reasoning=False)):
+            raise ValueError(
+                f"the chat template does not write {lacking} of an earlier message: give a template that does, with "
+                "data.chat_template, or leave it out of the data"
+            )
+        # Templates leave out the reasoning of earlier turns, as the models are trained and used.
+        if more and missing_in(more, prompt, reasoning=True):
+            self.counts["earlier_reasoning_left_out"] += 1
         if not changed:
             return
         squeezed = _without_blanks(prompt)
@@ -330,40 +431,5 @@ class ChatRenderer:
         return header
 
 
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
 def _without_blanks(text: str) -> str:
     return "".join(text.split())
-
-
-def messages_of_dialogue(dialogue: str) -> list[dict]:
-    """The turns of a text in the layout of the HH data, which ends with the assistant's header.
-
-    Turns of one speaker after another become one; text before the first turn is the system's.
-    """
-    start, *parts = _TURN.split(dialogue[: -len(ASSISTANT)])
-    messages = [{"role": "system", "content": start.strip()}] if start.strip() and parts else []
-    if not parts:
-        return [_user(start)]
-    for name, text in zip(parts[::2], parts[1::2]):
-        role = "user" if name == HUMAN else "assistant"
-        if messages and messages[-1]["role"] == role:
-            messages[-1]["content"] += "\n\n" + text.strip()
-        else:
-            messages.append({"role": role, "content": text.strip()})
-    return messages
-
-
-def dialogue_text(messages: list[dict]) -> str:
-    """A conversation in the layout of the HH data, up to and including the assistant's header."""
-    names = {"user": HUMAN, "assistant": ASSISTANT}
-    turns = [
-        f"{names[message['role']]} {message['content']}" if message["role"] in names else message["content"]
-        for message in messages
-    ]
-    return (
-        "".join(turn if turn.startswith("\n\n") or not number else "\n\n" + turn for number, turn in enumerate(turns))
-        + ASSISTANT
-    )

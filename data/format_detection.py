@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+from data.answers import tools_of
 from data.files import describe, named
 from data.ranked_rows import PairRule, parse_nectar, parse_rated_response, parse_scored, parse_ultrafeedback
 from data.row_formats import (
@@ -10,6 +11,7 @@ from data.row_formats import (
     WEIGHT_ZERO,
     PromptGroup,
     parse_alpaca,
+    parse_alpaca_pair,
     parse_completion,
     parse_groups,
     parse_implicit,
@@ -25,9 +27,8 @@ from data.row_values import is_empty, number_of, score_of, text_of
 
 # Columns that change what a row means, whatever its format: refused where they say something.
 REFUSED_COLUMNS = {
-    "tools": "write the tools into the system message",
-    "functions": "write the functions into the system message",
-    "reasoning_content": "write it into the response as the model writes it, such as <think>...</think>",
+    "functions": "name it tools, a list of JSON schemas",
+    "reasoning_content": "give it as a field of the assistant's message, or in the response as <think>...</think>",
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is trained on"),
 }
 LABELS = ("label", "kto_tag")
@@ -40,7 +41,7 @@ SCORES = {
     "score_rejected": ("score_rejected", "rejected_score", "rejected_rating", "rejected-rating"),
 }
 SCORE_COLUMNS = ("margin", *SCORES["score_chosen"], *SCORES["score_rejected"])
-CONTEXT_COLUMNS = ("system", "weight", *LABELS, *SCORE_COLUMNS, *REFUSED_COLUMNS)
+CONTEXT_COLUMNS = ("system", "tools", "weight", *LABELS, *SCORE_COLUMNS, *REFUSED_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ def parse_row(parser, has_pairs: bool | None, kind: str, row: dict) -> PromptGro
     if kind != "responses":  # SFT reads none
         _add_scores(group, row)
     _add_weight(group, row, kind)
+    if not is_empty(row.get("tools")):
+        _add_tools(group, row["tools"])
     if isinstance(row.get("system"), str):
         system = text_of(row["system"], "system")
         if group.header:  # a dialogue in the layout of HH, which begins with the system's text
@@ -146,6 +149,16 @@ def _add_weight(group: PromptGroup, row: dict, kind: str) -> None:
     group.weights = [float(number)] * len(group.pairs)
 
 
+def _add_tools(group: PromptGroup, value) -> None:
+    """Take the functions that the assistant may call, which the chat template writes."""
+    if isinstance(group.prompt, str):
+        raise ValueError(
+            "column tools is written by a chat template, and this prompt is text: give it as a conversation, "
+            '[{"role": "user", "content": "..."}]'
+        )
+    group.tools = tools_of(value)
+
+
 def _with_system(prompt, system: str) -> list[dict]:
     """A prompt as a conversation that begins with a system message, if there is one."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -177,6 +190,12 @@ FORMATS = {  # the columns that mark a format -> its parser, whether it has pair
     ("prompt", "responses", "sft_target"): (parse_groups, False, ("prompt", "responses", "pairs", "sft_target")),
     ("prompt", "chosen", "rejected"): (parse_preferences, True, ("prompt", "chosen", "rejected")),
     ("conversations", "chosen", "rejected"): (parse_sharegpt_pair, True, ("conversations", "chosen", "rejected")),
+    ("messages", "chosen", "rejected"): (
+        partial(parse_sharegpt_pair, name="messages"),
+        True,
+        ("messages", "chosen", "rejected"),
+    ),
+    ("instruction", "chosen", "rejected"): (parse_alpaca_pair, True, ("instruction", "input", "chosen", "rejected")),
     ("system", "question", "chosen", "rejected"): (parse_orca, True, ("system", "question", "chosen", "rejected")),
     ("chosen", "rejected"): (parse_implicit, True, ("chosen", "rejected")),
     ("messages",): (parse_messages, False, ("messages",)),

@@ -7,6 +7,7 @@ counted. A row that is malformed, rather than merely unusable, raises ValueError
 import json
 from dataclasses import dataclass, field
 
+from data.answers import Answer, answer_of, is_blank, text_of_answer, turns_of
 from data.files import describe, quoted
 from data.row_values import column, is_conversation, is_empty, list_of, messages_of, number_of, text_of
 
@@ -27,7 +28,8 @@ class PromptGroup:
     weights: of the pairs, what their losses are multiplied by; empty for 1. scores: response -> how the data rate it.
     ranked: the pairs follow from the scores (ranked_rows.py), once all responses of the prompt are there.
     sft_targets: the responses that SFT learns, an example each. earlier_turns: (prompt, target) of further turns of the
-    same conversation that SFT learns, each an example by itself.
+    same conversation that SFT learns, each an example by itself. turns: the messages of responses that are more than
+    one plain message (answers.py). tools: JSON schemas of functions, which the chat template writes.
     row: number of the (first) source row, for messages. header: text at the end of a text prompt that opens the
     assistant's turn, which truncation keeps. sft_score: of a source that has one target a prompt; when rows merge, the
     first target of the highest score stays. None: all targets stay.
@@ -43,7 +45,9 @@ class PromptGroup:
     weights: list[float] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
     ranked: bool = False
-    earlier_turns: list[tuple[list[dict], str]] = field(default_factory=list)
+    earlier_turns: list[tuple[list[dict], Answer]] = field(default_factory=list)
+    turns: dict[str, list[dict]] = field(default_factory=dict)
+    tools: list[dict] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -58,7 +62,9 @@ class PromptGroup:
 
     def key(self):
         """What makes two prompts the same."""
-        return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, ensure_ascii=False)
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return json.dumps([*self.prompt, self.tools] if self.tools else self.prompt, ensure_ascii=False)
 
     def conflicts(self, other: "PromptGroup") -> bool:
         """Whether another group of the same prompt rates a response otherwise, as margins of two pairs do that share
@@ -79,6 +85,7 @@ class PromptGroup:
             self.weights = self.pair_weights + other.pair_weights
         renumbered.append(-1)  # at index -1: no response
         self.pairs += [(renumbered[first], renumbered[second]) for first, second in other.pairs]
+        self.turns |= other.turns
         self.earlier_turns += [turn for turn in other.earlier_turns if turn not in self.earlier_turns]
         for text, score in other.scores.items():
             # As within a row: of a response that is rated twice the best rating counts.
@@ -91,13 +98,14 @@ class PromptGroup:
             self.dropped[reason] = self.dropped.get(reason, 0) + number
 
 
-def pair_group(prompt, chosen: str, rejected: str) -> PromptGroup | str:
+def pair_group(prompt, chosen: Answer, rejected: Answer) -> PromptGroup | str:
     """The group of a single pair, or why there is none."""
-    if not chosen.strip() or not rejected.strip():
+    if is_blank(chosen) or is_blank(rejected):
         return EMPTY
     if chosen == rejected:
         return IDENTICAL
-    return PromptGroup(prompt, [chosen, rejected], [(0, 1)], [chosen], header=header_of(prompt))
+    texts, turns = [text_of_answer(chosen), text_of_answer(rejected)], turns_of([chosen, rejected])
+    return PromptGroup(prompt, texts, [(0, 1)], texts[:1], header=header_of(prompt), turns=turns)
 
 
 def header_of(prompt) -> str:
@@ -226,9 +234,13 @@ def prompt_of(value) -> str | list[dict]:
 
 
 def _prompt_messages(value) -> list[dict]:
+    """A conversation. One that ends with an assistant message is gone on with by the response (a prefill)."""
     messages = messages_of(value, "prompt")
-    if messages[-1]["role"] == "assistant":
-        raise ValueError("prompt ends with an assistant message; the response should be the next one")
+    last = messages[-1]
+    if last["role"] == "assistant" and (set(last) != {"role", "content"} or not last["content"].strip()):
+        raise ValueError("prompt ends with an assistant message that is no text, which a response cannot go on with")
+    if len(messages) == 1 and last["role"] == "assistant":
+        raise ValueError("prompt is the assistant's message alone; begin it with the user's")
     return messages
 
 
@@ -242,6 +254,9 @@ def _conversation_pair(prompt, chosen: list[dict], rejected: list[dict]) -> Prom
         messages = _prompt_messages(prompt)
         if chosen[: len(messages)] == messages and rejected[: len(messages)] == messages:
             chosen, rejected = chosen[len(messages) :], rejected[len(messages) :]
+        if chosen and rejected:
+            return pair_group(messages, answer_of(chosen, "chosen"), answer_of(rejected, "rejected"))
+        return DIVERGED
     elif len(chosen) == 1 and len(rejected) == 1:
         if prompt is None:
             raise ValueError("chosen and rejected hold no prompt message, and there is no prompt column")
@@ -251,9 +266,7 @@ def _conversation_pair(prompt, chosen: list[dict], rejected: list[dict]) -> Prom
         if rejected[:-1] != messages:
             return DIVERGED
         rejected = rejected[-1:]
-    if len(chosen) != 1 or len(rejected) != 1:
-        return DIVERGED
-    return pair_group(messages, chosen[0]["content"], rejected[0]["content"])
+    return pair_group(messages, answer_of(chosen, "chosen"), answer_of(rejected, "rejected"))
 
 
 def parse_groups(row: dict) -> PromptGroup | str:
@@ -317,16 +330,22 @@ def parse_messages(row: dict, name: str = "messages", every_turn: bool = False) 
     if not learnt:
         return WEIGHT_ZERO
     *earlier, last = learnt
-    group = _sft_group(messages[:last], messages[last]["content"])
+    group = sft_group(messages[:last], answer_of(messages[last : last + 1], name))
     if isinstance(group, PromptGroup):
-        turns = [(messages[:number], messages[number]["content"]) for number in earlier]
-        group.earlier_turns = [(prompt, target) for prompt, target in turns if target.strip()]
+        turns = [(messages[:number], answer_of(messages[number : number + 1], name)) for number in earlier]
+        group.earlier_turns = [(prompt, target) for prompt, target in turns if not is_blank(target)]
     return group
 
 
-def parse_sharegpt_pair(row: dict) -> PromptGroup | str:
-    """ShareGPT's {conversations, chosen, rejected}: a conversation, and two answers to its end."""
-    return _preferences(column(row, "conversations"), row)
+def parse_sharegpt_pair(row: dict, name: str = "conversations") -> PromptGroup | str:
+    """ShareGPT's {conversations, chosen, rejected}, or {messages, ...}: a conversation, and two answers to its end."""
+    return _preferences(column(row, name), row)
+
+
+def parse_alpaca_pair(row: dict) -> PromptGroup | str:
+    """{instruction, input, chosen, rejected}: Alpaca's instruction with two answers."""
+    prompt = with_input(column(row, "instruction"), row.get("input"))
+    return _preferences([{"role": "user", "content": prompt}], row)
 
 
 def parse_rejected_response(row: dict) -> PromptGroup | str:
@@ -335,7 +354,7 @@ def parse_rejected_response(row: dict) -> PromptGroup | str:
     if messages[-1]["role"] != "assistant" or len(messages) < 2:
         raise ValueError("messages must end with the assistant's answer to what comes before it")
     rejected = text_of(column(row, "rejected_response"), "rejected_response")
-    return pair_group(messages[:-1], messages[-1]["content"], rejected)
+    return pair_group(messages[:-1], answer_of(messages[-1:], "messages"), rejected)
 
 
 def parse_orca(row: dict) -> PromptGroup | str:
@@ -354,7 +373,7 @@ def parse_alpaca(row: dict) -> PromptGroup | str:
         if len(output) != 2:
             raise ValueError(f"output is a list of {len(output)}: a pair is [chosen, rejected]")
         return pair_group(messages, *(text_of(text, f"output[{number}]") for number, text in enumerate(output)))
-    return _sft_group(messages, text_of(output, "output"))
+    return sft_group(messages, text_of(output, "output"))
 
 
 def with_input(instruction, added) -> str:
@@ -367,16 +386,15 @@ def parse_completion(row: dict) -> PromptGroup | str:
     """{prompt, completion}: SFT, text or conversations."""
     prompt, completion = prompt_of(column(row, "prompt")), column(row, "completion")
     if is_conversation(completion):
-        turns = messages_of(completion, "completion")
-        if len(turns) != 1 or turns[0]["role"] != "assistant":
-            raise ValueError("completion must be one assistant message")
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        return _sft_group(prompt, turns[0]["content"])
-    return _sft_group(prompt, text_of(completion, "completion"))
+        return sft_group(prompt, answer_of(messages_of(completion, "completion"), "completion"))
+    return sft_group(prompt, text_of(completion, "completion"))
 
 
-def _sft_group(prompt, target: str) -> PromptGroup | str:
-    if not target.strip():
+def sft_group(prompt, target: Answer) -> PromptGroup | str:
+    """The group of a single answer to learn, or why there is none."""
+    if is_blank(target):
         return EMPTY
-    return PromptGroup(prompt, [target], [], [target], header=header_of(prompt))
+    text = text_of_answer(target)
+    return PromptGroup(prompt, [text], [], [text], header=header_of(prompt), turns=turns_of([target]))

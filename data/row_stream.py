@@ -14,7 +14,7 @@ from itertools import islice
 from data.files import named
 from data.format_detection import LABELS, SCORE_COLUMNS, Reading, detect_format, verdict
 from data.ranked_rows import drop_small_gaps, rank_pairs
-from data.row_formats import BAD_ROW, PromptGroup, parse_se, with_input
+from data.row_formats import BAD_ROW, PromptGroup, parse_se, sft_group, with_input
 from data.row_values import MESSAGE_FIELDS, is_empty
 from data.splits import hold_out
 from data.workers import ordered_map
@@ -94,7 +94,8 @@ class RowStream:
         for name in wanted:
             for message in value if isinstance(value := row.get(name), list) else ():
                 if isinstance(message, dict) and not self._fields.issuperset(message):
-                    self._fields.update(field for field, content in message.items() if not is_empty(content))
+                    known = {"name"} if message.get("role") == "tool" else set()  # of the function
+                    self._fields.update(name for name in message.keys() - known if not is_empty(message[name]))
 
     def _unread(self) -> Iterator[str]:
         """Notices of columns and fields that nothing reads."""
@@ -205,7 +206,10 @@ class RowStream:
                 self._note_contradictions(whole, counts)
                 yield whole
                 for prompt, target in whole.earlier_turns:
-                    yield PromptGroup(prompt, [target], [], [target], whole.row)
+                    earlier = sft_group(prompt, target)
+                    assert isinstance(earlier, PromptGroup), "parse_messages leaves out blank ones"
+                    earlier.row, earlier.tools = whole.row, whole.tools
+                    yield earlier
         if self.reading.score in self._present:
             counts["rated_by_data_score"] = counts["rows"]
         if seen != len(keys):

@@ -10,6 +10,7 @@ import re
 import struct
 import warnings
 
+from data.answers import tool_calls_of
 from data.files import describe, named
 
 # What begins with a key and has a role was written as a conversation, whatever became of it since.
@@ -17,20 +18,17 @@ _FIRST_KEY = re.compile(r"""\s*\[?\s*\{\s*["']\w+["']\s*:""")
 _ROLE = re.compile(r"""["'](role|from)["']\s*:""")
 LONGEST_LITERAL = 1 << 20  # characters of a Python literal: its parser takes a hundred times the memory of the text
 # Fields of a message that are read or refused; others are named in a notice.
-MESSAGE_FIELDS = {"role", "content", "from", "value", "weight"}
+MESSAGE_FIELDS = {"role", "content", "from", "value", "weight", "tool_calls", "tool_call_id", "reasoning_content"}
 # Other data sets' names for who speaks.
 USUAL_ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "bot"), "assistant"),
     "system": "system",
+    **dict.fromkeys(("observation", "tool_response", "function_response"), "tool"),
 }
 REFUSED_FIELDS = {
-    "tool_calls": "render the call into its content",
-    "function_call": "render the call into its content",
-    **dict.fromkeys(
-        ("reasoning_content", "reasoning", "thinking"),
-        "write it into the content as the model writes it, such as <think>...</think>",
-    ),
+    "function_call": "name it tool_calls, a list of such calls",
+    **dict.fromkeys(("reasoning", "thinking"), "name it reasoning_content"),
     "images": "only text is trained on",
     "audio": "only text is trained on",
 }
@@ -122,7 +120,8 @@ def list_of(value, what: str) -> list:
 
 
 def messages_of(value, what: str) -> list[dict]:
-    """A checked conversation: [{"role", "content"}, ...] with nothing else in it.
+    """A checked conversation: [{"role", "content"}, ...], with tool_calls, reasoning_content, and the name and
+    tool_call_id of a tool's answer where a message has them.
 
     value: a list of messages, one message, or either of them as the text of a cell.
     """
@@ -135,6 +134,10 @@ def messages_of(value, what: str) -> list[dict]:
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         role = text_of(role, f"{where}: role")
         role = USUAL_ROLES.get(role.lower(), role)
+        own: dict = {}
+        if role == "function_call":  # ShareGPT's turn that is a call, {"name", "arguments"} as text
+            role, own = "assistant", {"tool_calls": tool_calls_of(f"[{content}]", where)}
+            content = ""
         for name, advice in REFUSED_FIELDS.items():
             if not is_empty(message.get(name)):
                 raise ValueError(f"{where} has {name}, which is not supported: {advice}")
@@ -147,14 +150,25 @@ def messages_of(value, what: str) -> list[dict]:
             if any(part is None for part in parts):
                 raise ValueError(f"{where}: content has parts other than text, which is not supported")
             content = "".join(text_of(part, f"{where}: content") for part in parts)
-        messages.append({"role": role, "content": text_of(content, f"{where}: content")})
+        if not is_empty(message.get("tool_calls")):
+            own["tool_calls"] = tool_calls_of(message["tool_calls"], where)
+        if own and role != "assistant":
+            raise ValueError(f"{where} has tool_calls, which only the assistant makes; its role is {role}")
+        if not is_empty(message.get("reasoning_content")):
+            own["reasoning_content"] = text_of(message["reasoning_content"], f"{where}: reasoning_content")
+        if role == "tool":
+            own |= {key: str(message[key]) for key in ("name", "tool_call_id") if not is_empty(message.get(key))}
+        content = "" if content is None and "tool_calls" in own else text_of(content, f"{where}: content")
+        messages.append({"role": role, "content": content, **own})
     if not messages:
         raise ValueError(f"{what} is an empty conversation")
     return messages
 
 
 def _is_message(value) -> bool:
-    return isinstance(value, dict) and ({"role", "content"} <= set(value) or {"from", "value"} <= set(value))
+    return isinstance(value, dict) and any(
+        needed <= set(value) for needed in ({"role", "content"}, {"from", "value"}, {"role", "tool_calls"})
+    )
 
 
 def is_conversation(value) -> bool:

@@ -142,6 +142,7 @@ class DatasetMixture:
                 if dataset.mismatched:
                     unit.mismatched, found = 0, dataset.mismatched_response(group)
                     unit.responses, unit.response_ids = [found], [dataset.n_responses + group]
+                    unit.scored = [dataset.mismatched_scored(group)] if dataset.partly_scored else []
                     unit.scores = [math.nan]
             if whole:
                 for preferred, other in dataset.preferences(group).tolist():
@@ -158,6 +159,8 @@ def _place(unit: PromptUnit, dataset, response: int) -> int:
     response_id = dataset.response_id(unit.group, response)
     if response_id not in unit.response_ids:
         unit.responses.append(dataset.response(unit.group, response))
+        if dataset.partly_scored:
+            unit.scored.append(dataset.scored(unit.group, response))
         unit.response_ids.append(response_id)
         unit.scores.append(dataset.score(unit.group, response))
     return unit.response_ids.index(response_id)

@@ -26,7 +26,8 @@ LONGEST_PIECE = 8  # tokens that one character may take
 class Piece:
     """The fewest tokens that make readable text: one, or several that make a character together.
 
-    part: "prompt", "scored" (a token of a response, whose log-prob counts) or "cut" (left out by max_length).
+    part: "prompt" (read only, as others' turns within a response are), "scored" (a token of a response, whose log-prob
+    counts) or "cut" (left out by max_length).
     control: an end of text, a chat marker or another token that no text can spell.
     """
 
@@ -38,7 +39,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownText:
-    """The prompt or a response of an example. cut: tokens left out; ended: it closes with a control token."""
+    """The prompt or a response of an example. tokens: of the prompt, or scored of a response; cut: left out; ended: it
+    closes with a control token."""
 
     label: str
     pieces: list[Piece]
@@ -102,7 +104,7 @@ def _of_group(group: PromptGroup, name: str, source, encoder: TextEncoder, limit
     rows = np.array([(0, *example) for example in own], dtype=np.int32)
     found, example, row = examples_of_kind(rows, kind)
     weights = np.bincount(example, np.array(fitted.weights)[row]) / np.bincount(example)
-    prompt = _text("prompt", whole.prompt, *_kept_prompt(whole.prompt, fitted.prompt), encoder, "prompt", False)
+    prompt = _prompt(whole.prompt, fitted.prompt, encoder)
     return [
         ShownExample(
             name,
@@ -133,7 +135,16 @@ def _response(group: TokenGroup, whole: TokenGroup, number: int, label: str, enc
         full = next(text for text in whole.responses if len(text) > len(kept) and text[: len(kept)] == kept)
     score = group.scores[number]
     label += "" if math.isnan(score) else f" (score {score:g})"
-    return _text(label, full, len(kept), len(full), encoder, "scored", encoder.ends(kept))
+    spans = group.unscored[number] if group.unscored else []
+    pieces, start = [], 0
+    for first, last in spans:
+        pieces += pieces_of(full, start, first, "scored", encoder) + pieces_of(full, first, last, "prompt", encoder)
+        start = last
+    pieces += pieces_of(full, start, len(kept), "scored", encoder) + pieces_of(
+        full, len(kept), len(full), "cut", encoder
+    )
+    scored = len(kept) - sum(last - first for first, last in spans)
+    return ShownText(label, pieces, scored, len(full) - len(kept), encoder.ends(kept))
 
 
 def _kept_prompt(full: list[int], kept: list[int]) -> tuple[int, int]:
@@ -145,14 +156,14 @@ def _kept_prompt(full: list[int], kept: list[int]) -> tuple[int, int]:
     return start, start + len(full) - len(kept)
 
 
-def _text(label: str, ids: list[int], start: int, stop: int, encoder: TextEncoder, part: str, ended: bool) -> ShownText:
-    """A text of which the tokens from `start` to `stop` were cut."""
+def _prompt(ids: list[int], kept: list[int], encoder: TextEncoder) -> ShownText:
+    start, stop = _kept_prompt(ids, kept)
     pieces = [
-        *pieces_of(ids, 0, start, part, encoder),
+        *pieces_of(ids, 0, start, "prompt", encoder),
         *pieces_of(ids, start, stop, "cut", encoder),
-        *pieces_of(ids, stop, len(ids), part, encoder),
+        *pieces_of(ids, stop, len(ids), "prompt", encoder),
     ]
-    return ShownText(label, pieces, len(ids) - (stop - start), stop - start, ended)
+    return ShownText("prompt", pieces, len(ids) - (stop - start), stop - start, False)
 
 
 def pieces_of(ids: list[int], start: int, stop: int, part: str, encoder: TextEncoder) -> list[Piece]:

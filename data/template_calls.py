@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 import private_apis
+from data.answers import strings_in
 from data.files import check_regular
 
 # CPU seconds that one rendering may take; a conversation of 100,000 tokens takes a few milliseconds.
@@ -70,7 +71,17 @@ class ChatTemplate:
         # As far as can be seen without rendering; a template that only mentions the name is rendered all the same.
         self.has_generation_prompt = "add_generation_prompt" in (text or "")
         self.date = date if text and "strftime_now" in text else None
-        self._left_out: dict[tuple[tuple[str, ...], bool], frozenset[int]] = {}
+        self._left_out: dict[tuple[tuple[str, ...], bool, bool], frozenset[int]] = {}
+        self._tools: list[dict] | None = None
+
+    @contextmanager
+    def with_tools(self, tools: list[dict]) -> Iterator[None]:
+        """In the block, the template writes these functions with every conversation."""
+        before, self._tools = self._tools, tools or None
+        try:
+            yield
+        finally:
+            self._tools = before
 
     def render(self, messages: list[dict], generation_prompt: bool = False) -> str:
         """The text of a conversation; generation_prompt: followed by what opens the assistant's turn.
@@ -93,7 +104,7 @@ class ChatTemplate:
                 f"the chat template fails on this conversation ({roles}): {type(error).__name__}: {error}; "
                 "give another with data.chat_template"
             ) from error
-        own = sum(len(message["content"]) for message in messages)
+        own = sum(map(len, strings_in([messages, self._tools or []])))
         if len(text) > 4 * own + MOST_ADDED:
             raise ValueError(
                 f"the chat template makes {len(text):,} characters of a conversation of {own:,} ({roles}); give "
@@ -108,14 +119,18 @@ class ChatTemplate:
                 now = datetime.fromisoformat(self.date)
                 return compiled.render(
                     messages=[dict(message) for message in messages],
-                    tools=None,
+                    tools=self._tools,
                     documents=None,
                     add_generation_prompt=generation_prompt,
                     strftime_now=now.strftime,
                     **self.tokenizer.special_tokens_map,
                 )
         return self.tokenizer.apply_chat_template(
-            messages, chat_template=self.text, tokenize=False, add_generation_prompt=generation_prompt
+            messages,
+            tools=self._tools,
+            chat_template=self.text,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
         )
 
     def around_answer(self, messages: list[dict], mark: str) -> tuple[str, str]:
@@ -164,11 +179,11 @@ class ChatTemplate:
     def left_out(self, roles: tuple[str, ...], generation_prompt: bool) -> frozenset[int]:
         """The numbers of the messages that are not written at all, in conversations with these roles: in what is
         rendered for generation, or before an answer."""
-        key = roles, generation_prompt
+        key = roles, generation_prompt, self._tools is not None
         if key not in self._left_out:
             if len(self._left_out) > 4096:
                 self._left_out.clear()
-            self._left_out[key] = self._find_left_out(*key)
+            self._left_out[key] = self._find_left_out(roles, generation_prompt)
         return self._left_out[key]
 
     def _find_left_out(self, roles: tuple[str, ...], generation_prompt: bool) -> frozenset[int]:

@@ -220,6 +220,20 @@ class TextEncoder:
                 result.append([next(source) for _ in texts])
         return result
 
+    def unscored_tokens(self, group: RenderedGroup, fulls: list[list[int]]) -> list[list[tuple[int, int]]]:
+        """Of each full text, (start, stop) of the tokens in `group.unscored`; [] where everything is scored."""
+        if not group.unscored:
+            return []
+
+        def place(text: str, end: int, ids: list[int]) -> int:
+            part = RenderedGroup(text[:end], [], group.control_tokens, placeholders=group.placeholders)
+            return common_length(self.encode_groups([part])[0][0], ids)
+
+        return [
+            [(place(text, start, ids), place(text, stop, ids)) for start, stop in spans]
+            for text, ids, spans in zip(group.full_texts, fulls, group.unscored, strict=True)
+        ]
+
     def header_tokens(self, group: RenderedGroup, prompt_ids: list[int]) -> int:
         """How many tokens at the prompt's end open the assistant's turn."""
         header = self.renderer.header(group)

@@ -39,7 +39,7 @@ from data.token_cache import ArrayFile, CacheWriteError
 from data.truncation import Limits, TokenGroup, fit_group
 from data.workers import ordered_map, worker_count
 
-FORMAT = 5  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
+FORMAT = 6  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
 CHUNK = 256  # groups that are encoded in one call
 ARRAYS = {
     "tokens": (np.int32, ()),
@@ -50,6 +50,7 @@ ARRAYS = {
     "truncated": (np.bool_, ()),
     "scores": (np.float32, ()),
     "weights": (np.float32, ()),
+    "unscored": (np.int64, (2,)),
 }
 
 USUAL = {"scores": math.nan, "weights": 1.0}  # of what rows say nothing about
@@ -68,6 +69,8 @@ class TokenizedDataset:
         truncated       bool  [n_responses]     cut at max_length, so without an EOS
         scores          float32 [n_responses]   how the rows rate each, NaN where they do not
         weights         float32 [examples on disk]  what their losses are multiplied by
+        unscored        int64 [n, 2]            (start, stop) in tokens of what is not scored within responses: turns of
+                                                others in an answer of several turns
     key: a digest of all tokens and the structure. counts: what was read, kept, cut and dropped. notices: what the user
     should see once.
     """
@@ -80,6 +83,7 @@ class TokenizedDataset:
     truncated: np.ndarray
     scores: np.ndarray
     weights: np.ndarray
+    unscored: np.ndarray
 
     def __init__(self, folder, name: str, split: str):
         self.folder, self.name, self.split = Path(folder), name, split
@@ -171,6 +175,26 @@ class TokenizedDataset:
         """int32 [n]: the tokens of a response, never empty."""
         assert 0 <= index < self.n_group_responses(group)
         return self._segment(int(self.group_starts[group]) + 1 + index)
+
+    @property
+    def partly_scored(self) -> bool:
+        """Whether some responses have tokens that are not scored."""
+        return len(self.unscored) > 0
+
+    def scored(self, group: int, index: int) -> np.ndarray:
+        """bool [n]: which tokens of a response are scored, the first one among them."""
+        start, stop = self.segment_starts[int(self.group_starts[group]) + 1 + index :][:2]
+        mask: np.ndarray = np.ones(int(stop - start), dtype=bool)
+        first = int(np.searchsorted(self.unscored[:, 0], start))
+        for low, high in self.unscored[first:]:
+            if low >= stop:
+                break
+            mask[low - start : high - start] = False
+        return mask
+
+    def mismatched_scored(self, group: int) -> np.ndarray:
+        """`scored` of `mismatched_response`."""
+        return self.scored((group + 1) % self.n_groups, 0)[: len(self.mismatched_response(group))]
 
     def response_id(self, group: int, index: int) -> int:
         """The number of a response in the whole data set, 0 .. n_responses - 1."""
@@ -275,6 +299,8 @@ def _write(source: Source, encoder, limits, kind, key, parent: Path, label, prog
                 token_cache.open_array(folder, f"{name}.npy"), np.full(files[name].length, usual), equal_nan=True
             )
         ]
+        if not files["unscored"].length:
+            unsaid.append("unscored.npy")
         content = checksum(
             json.dumps(
                 [
@@ -309,10 +335,13 @@ def _write(source: Source, encoder, limits, kind, key, parent: Path, label, prog
 
 
 def _append(files: dict[str, ArrayFile], groups: list[TokenGroup]):
-    tokens, lengths, sizes, examples = array("i"), [], [], []
+    tokens, lengths, sizes, examples, unscored = array("i"), [], [], [], []
+    before = files["tokens"].length
     first_group = files["group_starts"].length
     for number, group in enumerate(groups, first_group):
-        for segment in (group.prompt, *group.responses):
+        for number_of_segment, segment in enumerate((group.prompt, *group.responses)):
+            spans = group.unscored[number_of_segment - 1] if number_of_segment and group.unscored else ()
+            unscored += [(before + len(tokens) + start, before + len(tokens) + stop) for start, stop in spans]
             tokens.extend(segment)
             lengths.append(len(segment))
         sizes.append(1 + len(group.responses))
@@ -323,6 +352,7 @@ def _append(files: dict[str, ArrayFile], groups: list[TokenGroup]):
     files["segment_starts"].append(starts)
     files["group_starts"].append(group_starts)
     files["examples"].append(examples)
+    files["unscored"].append(unscored)
     files["rows"].append([group.row for group in groups])
     files["truncated"].append([cut for group in groups for cut in group.truncated])
     files["scores"].append([score for group in groups for score in group.scores])

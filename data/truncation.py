@@ -1,7 +1,7 @@
 """Cuts the token ids of a prompt group to the lengths that the settings allow (the rules stand in tokenization.py)."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from data.chat_templates import RenderedGroup
 from data.row_formats import PromptGroup
@@ -23,6 +23,7 @@ class TokenGroup:
     """A tokenised prompt group; every response occurs in a pair (SFT: each is an example, and there is no pair).
 
     pairs: as in PromptGroup, with -1 for no response. scores: of the responses, NaN unknown. weights: of the examples.
+    unscored: of each response, (start, stop) of its tokens that are not scored; empty where all are.
     """
 
     prompt: list[int]
@@ -32,6 +33,7 @@ class TokenGroup:
     row: int
     scores: list[float]
     weights: list[float]
+    unscored: list[list[tuple[int, int]]] = field(default_factory=list)
 
 
 def fit_group(
@@ -103,6 +105,10 @@ def fit_group(
         weights = [1.0] * len(used)
     if not used:
         return None
+    spans = [
+        [(a - length, min(b - length, len(text))) for a, b in of if a - length < len(text)]
+        for of, text in zip(encoder.unscored_tokens(rendered, fulls), responses)
+    ]
     return TokenGroup(
         prompt,
         [responses[index] for index in used],
@@ -111,6 +117,7 @@ def fit_group(
         group.row,
         [scores[index] for index in used],
         weights,
+        [spans[index] for index in used] if spans else [],
     )
 
 

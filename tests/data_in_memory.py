@@ -26,6 +26,7 @@ class Data:
         return self.answers[group][index]
 
     mismatched = False
+    partly_scored = False
 
     def score(self, group, index):
         return np.nan

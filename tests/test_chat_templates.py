@@ -9,7 +9,7 @@ from small_tokenizers import CHATML, END, EOS, LLAMA2, LLAMA3, START, A, H, byte
 
 import settings
 from data import template_calls
-from data.chat_templates import messages_of_dialogue
+from data.dialogues import messages_of_dialogue
 from data.template_calls import ChatTemplate, unused_characters
 from data.text_encoding import TextEncoder, end_of_turn_id
 from training.data_loading import check_text_options

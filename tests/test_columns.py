@@ -74,16 +74,14 @@ def test_an_instruction_under_another_name_keeps_its_input(tmp_path):
 @pytest.mark.parametrize(
     "row, complaint",
     [
-        (SFT | {"tools": [{"name": "search"}]}, "column tools is not supported: write the tools into the system"),
-        (SFT | {"tools": '[{"name": "search"}]'}, "column tools"),
+        (SFT | {"functions": [{"name": "search"}]}, "column functions is not supported: name it tools"),
         (SFT | {"images": ["a.png"]}, "column images is not supported: only text"),
-        (SFT | {"reasoning_content": "hm"}, "column reasoning_content is not supported: write it into the response"),
+        (SFT | {"reasoning_content": "hm"}, "column reasoning_content is not supported: give it as a field"),
         (SFT | {"weight": 0.5}, "loss=sft weighs all rows alike"),
         ({"messages": chat("q", "yes", system="a"), "system": "b"}, "other than the one in column system"),
-        ({"messages": [chat("q")[0], chat("q", "yes")[1] | {"reasoning_content": "hm"}]}, "has reasoning_content"),
         ({"messages": [chat("q")[0], chat("q", "yes")[1] | {"thinking": "hm"}]}, "has thinking"),
         ({"messages": [chat("q")[0], chat("q", "yes")[1] | {"weight": 0.3}]}, "weight must be 0 or 1"),
-        ({"messages": [chat("q")[0], chat("q", "yes")[1] | {"tool_calls": [{"id": 1}]}]}, "has tool_calls"),
+        ({"messages": [chat("q")[0], chat("q", "yes")[1] | {"function_call": {"name": "f"}}]}, "has function_call"),
         ({"instruction": "a", "output": "b", "history": [["x", "y"]]}, "history has turns"),
     ],
 )

@@ -73,6 +73,7 @@ def test_a_prompt_seen_twice_in_a_step_is_two_examples():
             return np.array([3 + index], dtype=np.int32)
 
         mismatched = False
+        partly_scored = False
 
         def score(self, group, index):
             return np.nan

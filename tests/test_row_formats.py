@@ -120,7 +120,7 @@ def test_columns_by_other_names(tmp_path):
         ({"prompt": "Q:", "chosen": "\ud800x", "rejected": "x"}, "chosen has a lone surrogate"),
         ({"prompt": "Q:", "chosen": chat("a", "b"), "rejected": "x"}, "chosen is a list .*both must be text, or both"),
         ({"prompt": "Q:", "chosen": chat("a"), "rejected": chat("b")}, "chosen must end with an assistant message"),
-        ({"prompt": chat("a", "b"), "chosen": "x", "rejected": "y"}, "prompt ends with an assistant message"),
+        ({"prompt": chat("a", " "), "chosen": "x", "rejected": "y"}, "prompt ends with an assistant message that"),
         (
             {"prompt": "Q:", "chosen": [{"role": "assistant"}], "rejected": [{"role": "assistant", "content": "x"}]},
             r"chosen\[0\]: content must be text, not nothing",
