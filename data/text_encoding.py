@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from functools import cached_property
 
 from atomic_files import checksum
-from data.chat_templates import ChatRenderer, RenderedGroup
+from data.chat_templates import ChatRenderer
+from data.conversations import RenderedGroup
 from data.options import DataSection
 from data.template_calls import ChatTemplate, read_chat_template, unused_characters
 
@@ -236,7 +237,7 @@ class TextEncoder:
 
     def header_tokens(self, group: RenderedGroup, prompt_ids: list[int]) -> int:
         """How many tokens at the prompt's end open the assistant's turn."""
-        header = self.renderer.header(group)
+        header = self.renderer.conversations.header(group)
         if not header or not group.prompt.endswith(header):
             return 0
         before = group.prompt[: len(group.prompt) - len(header)]

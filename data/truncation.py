@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from data.chat_templates import RenderedGroup
+from data.conversations import RenderedGroup
 from data.row_formats import PromptGroup
 from data.text_encoding import TextEncoder, common_length
 

@@ -315,7 +315,7 @@ class GroupLogps:
     kind: ClassVar[str] = "group"
     example: ClassVar[str] = "prompts"
     own_metrics: ClassVar[tuple[str, ...]] = ("logps/responses", "lengths/responses")
-    has_chosen: ClassVar[bool] = False
+    has_chosen: ClassVar[bool] = True  # the best ones
     needs_scores: ClassVar[bool] = False
     needs_tokens: ClassVar[str] = ""
     reference_by_token: ClassVar[bool] = False  # so that its log-probs of whole responses do not suffice
@@ -330,6 +330,14 @@ class GroupLogps:
         members = self.group if group is None else group
         # A product with a one-hot matrix adds in a fixed order, which index_add on a GPU would not.
         return values @ torch.nn.functional.one_hot(members, self.n_groups).to(values.dtype)
+
+    def chosen_nll(self) -> tuple[torch.Tensor, None]:
+        """Mean negative log-likelihood of the tokens of a prompt's best response, [E] with gradient: of those to which
+        none is preferred, the mean where there are several."""
+        worse = torch.zeros_like(self.policy).index_fill(0, self.preferences[:, 1], 1.0)
+        better = torch.zeros_like(self.policy).index_fill(0, self.preferences[:, 0], 1.0)
+        best = better * (1 - worse)
+        return self.sum_by_group(-best * self.policy / self.lengths) / self.sum_by_group(best).clamp(min=1), None
 
     @property
     def n_examples(self) -> int:

@@ -26,6 +26,7 @@ from planning.trace import PHASES, Shapes, logits_bytes, model_without_content, 
 from settings import Settings, replace
 from settings.optimizers import optimizer_arguments
 from settings.precision import compute_dtype, resolve_precision
+from settings.reference import reference_settings
 from settings.shard_layout import (
     ShardLayout,
     layout_of,
@@ -129,6 +130,7 @@ class _Estimator:
     """Counts the parts of a plan.
 
     Attributes:
+        reference: the model that is kept beside the policy with reference.mode=online; mostly the same.
         kind, capacity: type of the device and its bytes.
         online: whether a live reference is kept beside the policy.
         offloads: whether parameters and optimizer lie in host memory.
@@ -139,6 +141,7 @@ class _Estimator:
     config: Settings
     layout: ShardLayout
     model: _Model
+    reference: _Model
     kind: str
     capacity: int | None
     notes: list[str] = field(default_factory=list)
@@ -147,8 +150,9 @@ class _Estimator:
         own = self.config.model.policy_dtype
         self.own, self.compute = DTYPES[own], DTYPES[compute_dtype(self.config)]
         self.reference_dtype = DTYPES[self.config.model.reference_dtype or own]
-        needed = find_loss(self.config.loss.name, self.config.loss.options).needs_reference(self.config.loss.options)
-        self.online = needed and self.config.reference.mode == "online"
+        loss = find_loss(self.config.loss.name, self.config.loss.options)
+        self.whole_vocabulary = loss.inputs.needs_tokens == "divergence"
+        self.online = loss.needs_reference(self.config.loss.options) and self.config.reference.mode == "online"
         self.offloads = self.layout.sharded and offloads(self.config, frozen=False)
         reduce_dtype = reduce_dtype_of(self.config)
         self.reduce_bytes = DTYPES[reduce_dtype].itemsize if reduce_dtype else self.own.itemsize
@@ -174,7 +178,7 @@ class _Estimator:
             "parameters": sum(sizes),
             "gradients": sum(sizes),
             "optimizer state": sum(needs.state_bytes(shape) for shape in self.model.local_shapes),
-            "reference": sum(sizes) * self.reference_dtype.itemsize // self.own.itemsize if self.online else 0,
+            "reference": self._reference_bytes() if self.online else 0,
         }
         step_parts = {"optimizer temporaries": needs.step_bytes(sizes)}
         activations, logits, held_whole = self.peak(shape, single_pass)
@@ -187,8 +191,10 @@ class _Estimator:
             activations=max(0, int(activations)),
             logits=int(logits),
             communication=int(held_whole),
-            buffers=self.model.shapes.buffers * (2 if self.online else 1),
+            buffers=self.model.shapes.buffers + (self.reference.shapes.buffers if self.online else 0),
         )
+        if self.whole_vocabulary:  # the reference's log-probs of a pass, which the policy is compared with
+            parts["logits"] += 4 * shape.scored * self.model.whole.get_text_config().vocab_size  # type: ignore
         if self.layout.shards > 1 and not single_pass and not reduces_every_pass(self.config):
             parts["unsharded gradients"] = self._unsharded_gradients()
         host: dict[str, int] = {}
@@ -222,6 +228,9 @@ class _Estimator:
             capacity=self.capacity,
             notes=notes,
         )
+
+    def _reference_bytes(self) -> int:
+        return sum(self.reference.sizes) * self.reference_dtype.itemsize // self.own.itemsize
 
     def peak(self, shape: BatchShape, single_pass: bool | None) -> tuple[float, float, float]:
         """(activations, logits, what FSDP2 holds whole) when their sum is highest in a pass, bytes."""
@@ -347,9 +356,13 @@ def estimate(
     config = replace(config, {"precision": resolve_precision(config, kind, has_bfloat16(kind))})
     world = world_size or world_size_of(config, kind, torch.cuda.device_count())
     layout = layout_of(config, world)
-    model_config = model_config or loading.model_config(config, loading.load_tokenizer(config))
-    model = _model_on_a_rank(config, layout, model_config)
-    estimator = _Estimator(config, layout, model, kind, capacity)
+    tokenizer = loading.load_tokenizer(config) if model_config is None or config.reference.name_or_path else None
+    model_config = model_config or loading.model_config(config, tokenizer)
+    model = reference = _model_on_a_rank(config, layout, model_config)
+    if config.reference.name_or_path:
+        other = reference_settings(config)
+        reference = _model_on_a_rank(other, layout, loading.model_config(other, tokenizer))
+    estimator = _Estimator(config, layout, model, reference, kind, capacity)
     unit = batch or largest_unit(config)
     if unit.units > 1:
         return estimator.plan(unit, single_pass)

@@ -10,9 +10,13 @@ import preference_datasets
 # Folders that a run may make: paths, whether or not they are there yet.
 FOLDERS = ("local_dirs", "local_run_dir", "data.cache_dir", "reference.cache_dir")
 # Models: Hub names, unless such a folder or .gguf file is there.
-MODELS = ("model.name_or_path", "model.tokenizer_name_or_path")
+MODELS = ("model.name_or_path", "model.tokenizer_name_or_path", "reference.name_or_path")
 # Templates, names of modules and the like, unless a file or folder of that name is there.
-FILES = ("model.local_copy", "model.archive", "data.chat_template", "data.plugins", "data.paths")
+FILES = (
+    *("model.local_copy", "model.archive", "reference.archive"),
+    *("evals.checkpoint", "evals.reference", "evals.against"),
+    *("data.chat_template", "data.plugins", "data.paths"),
+)
 
 
 def in_full(values: dict[str, Any]) -> None:
@@ -28,7 +32,8 @@ def in_full(values: dict[str, Any]) -> None:
         _replace(values, key, functools.partial(_full, key))
     if not _get(values, "model.random_config"):
         _replace(values, MODELS[0], _if_there(MODELS[0], _is_model))
-    _replace(values, MODELS[1], _if_there(MODELS[1], _is_model))
+    for key in MODELS[1:]:
+        _replace(values, key, _if_there(key, _is_model))
     for key in FILES:
         _replace(values, key, _if_there(key, os.path.exists))
     names, places = values.get("datasets"), _get(values, "data.paths")

@@ -81,7 +81,7 @@ VARIANTS = [
     ("dpo", {"reference_free": True}),
     ("ipo", {"average_log_prob": True}),
     ("odpo", {"offset": "difference"}),
-    *((name, {"sft_weight": 0.3}) for name in ("dpo", "simpo", "kto")),
+    *((name, {"sft_weight": 0.3}) for name in ("dpo", "simpo", "kto", "plackett_luce")),
 ]
 
 
@@ -446,3 +446,21 @@ def test_the_table_has_every_loss_with_its_defaults(name):
     if written.get("sft_weight"):
         own.append(f"sft_weight {written['sft_weight']}")
     assert f"| {', '.join(own)} |".replace("False", "false") in rows[0]
+
+
+@pytest.mark.parametrize("name", ["plackett_luce", "listwise_softmax"])
+def test_the_likelihood_of_the_best_responses_beside_a_loss_of_rankings(name):
+    """Three prompts: one best response, two that are level, and again one."""
+    policy = torch.tensor([-4.0, -6.0, -8.0, -3.0, -2.0, -9.0, -5.0, -7.0], dtype=torch.float64, requires_grad=True)
+    lengths = torch.tensor([2.0, 3.0, 4.0, 3.0, 1.0, 3.0, 5.0, 1.0], dtype=torch.float64)
+    group = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2])
+    preferences = torch.tensor([[1, 0], [2, 4], [3, 4], [3, 5], [6, 7]])
+    scores = torch.tensor([1.0, 2.0, 3.0, 3.0, 1.0, 0.0, 2.0, 1.0], dtype=torch.float64)
+    inputs = LOSSES[name].inputs(policy, torch.zeros_like(policy), lengths, group, preferences, scores, 3)
+    options = {"beta": 0.1} | ({"temperature": 1.0} if name == "listwise_softmax" else {})
+    with_term, plain = (LOSSES[name](inputs, sft_weight=weight, **options) for weight in (0.5, 0.0))
+    nll = torch.tensor([6 / 3, (8 / 4 + 3 / 3) / 2, 5 / 5], dtype=torch.float64)
+    torch.testing.assert_close(with_term.losses, plain.losses + 0.5 * nll)
+    torch.testing.assert_close(with_term.metrics["sft"], nll)
+    (slope,) = torch.autograd.grad((with_term.losses - plain.losses).sum(), policy)
+    assert slope.nonzero().flatten().tolist() == [1, 2, 3, 6]

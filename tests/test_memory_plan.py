@@ -369,3 +369,17 @@ def test_a_cpus_budget_depends_on_the_threads_of_a_rank(monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert 0.9 * 1536 < plan.batch.tokens <= token_budget(_config(), _model_config(), "cpu", None, 4) == 1536
+
+
+def test_a_reference_of_another_model_and_log_probs_of_the_whole_vocabulary_are_counted(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(LLAMA | {"hidden_size": 1024}))
+    gpu = dict(kind="cuda", capacity=int(10e9))
+    same = _estimate("reference.mode=online", **gpu)
+    larger = _estimate("reference.mode=online", f"reference.name_or_path={other}", **gpu)
+    assert larger.parts["reference"] > 1.5 * same.parts["reference"]
+    assert larger.parts["parameters"] == same.parts["parameters"]
+    shape = dict(batch=BatchShape(16, (32, 16), 2), **gpu)
+    dpo, tdpo = (_estimate("reference.mode=online", f"loss={loss}", **shape) for loss in ("dpo", "tdpo"))
+    assert tdpo.parts["logits"] - dpo.parts["logits"] == 2 * 48 * 4 * _model_config().vocab_size

@@ -148,7 +148,9 @@ def test_paths_are_recorded_in_full(home):
     assert config.model.tokenizer_name_or_path == f"{home}/gpt2" and config.model.local_copy == f"{home}/home/copy"
     assert config.data.chat_template == f"{home}/chat.jinja" and config.data.cache_dir == f"{home}/home/cache"
     assert config.local_dirs == (f"{home}/home/runs", f"{home}/runs")
-    ref = settings.finalize(compose_config("model=tiny", "loss=dpo", "reference.cache_dir='~/ref'"))
+    other = ("reference.cache_dir='~/ref'", "reference.archive=weights.pt", "reference.name_or_path='~/model'")
+    ref = settings.finalize(compose_config("model=tiny", "loss=dpo", *other))
+    assert ref.reference.archive == f"{home}/weights.pt" and ref.reference.name_or_path == f"{home}/home/model"
     assert ref.reference.cache_dir == f"{home}/home/ref" and ref.model.name_or_path == "tiny"
     assert settings.finalize(compose_config("model=tiny", "local_run_dir='~/r'")).local_run_dir == f"{home}/home/r"
     assert utils.get_local_dir("~/x") == f"{home}/home/x/{user()}", "as sweeps have it, before there are settings"
