@@ -18,6 +18,7 @@ import settings
 import train
 import utils
 from settings import Settings, checkpoints
+from settings.config_files import default
 
 # What an evaluation reads of the settings; all else on a command line would have no effect.
 SECTIONS = ("model", "data", "fsdp", "evals", "sampling")
@@ -67,6 +68,8 @@ def with_checkpoint(composed: DictConfig, given: list[str]) -> DictConfig:
             composed = checkpoints.with_recorded(composed, run, given)
         elif OmegaConf.is_missing(composed.model, "name_or_path"):
             composed.model.name_or_path = path
+    composed.data.streaming = False  # what is evaluated is read whole
+    composed.data.shuffle_window = default("data.shuffle_window")
     if "n_eval_examples" not in given:
         composed.n_eval_examples = None
     return composed

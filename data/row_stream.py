@@ -107,6 +107,46 @@ class RowStream:
             if names:
                 yield f"data set {self.name}: {kind} that are not read: {named(names)}"
 
+    def groups_as_they_come(self, counts: Counter) -> Iterator[PromptGroup]:
+        """Yields the groups of all rows, read once: only rows of one prompt that follow each other are merged, and
+        nothing is held out."""
+        self._detect()
+        last: PromptGroup | None = None
+        for group in self._parsed():
+            counts["rows"] += 1
+            if isinstance(group, str):
+                counts[group] += 1
+                continue
+            counts.update(group.dropped)
+            if last is not None and last.key() == group.key() and not last.conflicts(group):
+                last.merge(group)
+                counts["merged_rows"] += 1
+                continue
+            if last is not None:
+                counts["groups"] += 1
+                yield from self._finished(last, counts)
+            last = group
+        if last is not None:
+            counts["groups"] += 1
+            yield from self._finished(last, counts)
+
+    def _finished(self, whole: PromptGroup, counts: Counter) -> Iterator[PromptGroup]:
+        """A group of which all rows are there, with its pairs, and those of earlier turns that SFT learns."""
+        before = Counter(whole.dropped)
+        if whole.ranked or (self.parser is parse_se and not self.reading.rule.is_default):
+            rank_pairs(whole, self.reading.rule)
+        else:
+            drop_small_gaps(whole, self.reading.rule)
+        counts.update(Counter(whole.dropped) - before)
+        counts["groups"] += len(whole.earlier_turns)
+        self._note_contradictions(whole, counts)
+        yield whole
+        for prompt, target in whole.earlier_turns:
+            earlier = sft_group(prompt, target)
+            assert isinstance(earlier, PromptGroup), "parse_messages leaves out blank ones"
+            earlier.row, earlier.tools = whole.row, whole.tools
+            yield earlier
+
     def _note_contradictions(self, group: PromptGroup, counts: Counter):
         """Count responses that labels call good and bad: each is an example of both."""
         good, bad = ({pair[side] for pair in group.pairs if pair[1 - side] < 0} for side in (0, 1))
@@ -195,21 +235,8 @@ class RowStream:
             wholes = [whole for of_prompt in same.values() for whole in of_prompt]
             counts["groups"] += len(wholes)
             for whole in wholes:
-                before = Counter(whole.dropped)
-                if whole.ranked or (self.parser is parse_se and not self.reading.rule.is_default):
-                    rank_pairs(whole, self.reading.rule)
-                else:
-                    drop_small_gaps(whole, self.reading.rule)
-                    own_pairs |= bool(whole.pairs)
-                counts.update(Counter(whole.dropped) - before)
-                counts["groups"] += len(whole.earlier_turns)
-                self._note_contradictions(whole, counts)
-                yield whole
-                for prompt, target in whole.earlier_turns:
-                    earlier = sft_group(prompt, target)
-                    assert isinstance(earlier, PromptGroup), "parse_messages leaves out blank ones"
-                    earlier.row, earlier.tools = whole.row, whole.tools
-                    yield earlier
+                own_pairs |= bool(whole.pairs) and not whole.ranked
+                yield from self._finished(whole, counts)
         if self.reading.score in self._present:
             counts["rated_by_data_score"] = counts["rows"]
         if seen != len(keys):

@@ -251,6 +251,12 @@ class BatchSampler:
         start = index * self.batch_size
         return permutation[1][start : start + min(self.batch_size, left)]
 
+    def saved(self, step: int) -> None:
+        """What a checkpoint keeps beside the number of its next step: nothing, for that says it all."""
+
+    def restore(self, saved: None) -> None:
+        """Go on from a checkpoint."""
+
     def steps_with(self, wanted: np.ndarray) -> list[int]:
         """The first steps that together hold every wanted example (bool, by example index) which the run sees."""
         left, numbers = wanted.copy(), list[int]()

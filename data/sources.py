@@ -187,8 +187,7 @@ def open_source(name: str, split: str, config: DataOptions, kind: str = "pairs")
         raise ValueError(f"split={split!r}; allowed are {SPLITS}")
     load_plugins(config.data.plugins)
     place, target, named = _resolve(name, config)
-    rows_for = rows_of(kind)
-    responses_only = rows_for == "responses"
+    responses_only = rows_of(kind) == "responses"
     truncation = config.data.truncation or (named.truncation if named else "keep_end")
     renames = _columns_for(name, config)
     if place == "function":
@@ -209,13 +208,7 @@ def open_source(name: str, split: str, config: DataOptions, kind: str = "pairs")
     parser, columns = (named.parser, named.columns) if named else (None, ())
     workers = worker_count(config.data.num_workers)
     by_row = test_share is not None and parser is parse_se
-    reading = Reading(
-        rows_for,
-        PairRule(config.data.pairs, float(config.data.min_score_gap)),
-        None if named else config.data.score,
-        config.data.on_bad_row == "skip",
-        responses_only and config.data.train_on == "all",
-    )
+    reading = _reading(config, named, kind)
     stream = RowStream(name, split, rows, parser, columns, renames, test_share, by_row, workers, reading)
     own_test_split = "it has a test split" if separate else "" if test_share == fraction else "its test rows are fixed"
     identity = [
@@ -237,6 +230,46 @@ def open_source(name: str, split: str, config: DataOptions, kind: str = "pairs")
             raise ValueError(f"data set {name}: {rows.label()} changed while it was read; start again")
 
     return Source(name, split, truncation, fingerprint, reader, Counter(), stream.notices, own_test_split)
+
+
+def _reading(config: DataOptions, named: NamedSource | None, kind: str) -> Reading:
+    rows_for = rows_of(kind)
+    return Reading(
+        rows_for,
+        PairRule(config.data.pairs, float(config.data.min_score_gap)),
+        None if named else config.data.score,
+        config.data.on_bad_row == "skip",
+        rows_for == "responses" and config.data.train_on == "all",
+    )
+
+
+def open_stream(name: str, config: DataOptions, kind: str) -> tuple[Source, bool]:
+    """The training rows of a data set to be read as they come, without reading any of them before; and whether it has a
+    test split of its own.
+
+    Its `groups()` merges only rows of one prompt that follow each other. Its fingerprint is of names and sizes.
+    Raises ValueError when it cannot be found, or is made by a function.
+    """
+    load_plugins(config.data.plugins)
+    place, target, named = _resolve(name, config)
+    if place == "function":
+        raise ValueError(f"data.streaming=true: the data set {name} is made by a function, which returns all of it")
+    responses_only = rows_of(kind) == "responses"
+    if place == "path":
+        found = find_split_files(target, "train", responses_only)
+        rows: _FileRows | _HubRows | _HubStream = _FileRows(found.files)
+        separate, content = found.alone, json.dumps([[file.name, file.stat().st_size] for file in found.files])
+    else:
+        rows, separate = _hub_stream(name, target, responses_only)
+        content = f"hub {target}"
+    parser, columns = (named.parser, named.columns) if named else (None, ())
+    workers, reading = worker_count(config.data.num_workers), _reading(config, named, kind)
+    stream = RowStream(name, "train", rows, parser, columns, _columns_for(name, config), None, False, workers, reading)
+    identity = [content, named.name if named else "", dataclasses.asdict(reading)]
+    fingerprint = checksum(json.dumps(identity, sort_keys=True).encode())
+    truncation = config.data.truncation or (named.truncation if named else "keep_end")
+    reader = stream.groups_as_they_come
+    return Source(name, "train", truncation, fingerprint, reader, Counter(), stream.notices), separate
 
 
 def get_dataset(name: str, split: str, config: DataOptions, kind: str = "pairs") -> dict:
@@ -329,21 +362,42 @@ class _HubRows:
         return self.name
 
 
+class _HubStream:
+    """Rows of a data set that the `datasets` library reads as they come."""
+
+    def __init__(self, dataset, name):
+        self.dataset, self.name = dataset, name
+
+    def column_names(self) -> list[str] | None:
+        first = next(iter(self.dataset), None)
+        return None if first is None else list(first)
+
+    def read(self, wanted):
+        for number, row in enumerate(self.dataset, 1):
+            yield self.name, number, {key: value for key, value in row.items() if wanted is None or key in wanted}
+
+    def describe(self, where, number) -> str:
+        return f"{where}, row {number}"
+
+    def label(self) -> str:
+        return self.name
+
+
+def _hub_stream(name: str, target: str, responses_only: bool) -> tuple[_HubStream, bool]:
+    """The training rows of a Hub data set, and whether it has a test split."""
+    loaded = _load_from_hub(name, target, streaming=True)
+    if not hasattr(loaded, "keys"):
+        return _HubStream(loaded, name), False
+    try:
+        found, separate = find_hub_split(loaded, "train", responses_only)
+    except ValueError as error:
+        raise ValueError(f"data set {name}: {error}") from None
+    return _HubStream(loaded[found] if found else next(iter(loaded.values())), name), separate
+
+
 def _hub_rows(name: str, target: str, split: str, responses_only: bool) -> tuple[_HubRows, bool, str]:
     """The rows of a Hub data set's split, whether that split is a split of its own, and a notice of splits not read."""
-    repository, _, configuration = target.partition(":")
-    try:
-        import datasets
-
-        loaded = datasets.load_dataset(repository, configuration or None)
-    except Exception as error:  # the library raises from many families; all of them mean: no data
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise ValueError(
-            f"data set {name}: cannot load {target} from the Hugging Face Hub ({type(error).__name__}: "
-            f"{first}). Without a network give a local copy: {key_of('data.paths', name, [name], 'FILE_OR_FOLDER')} "
-            f"(json, jsonl, csv, parquet or a saved `datasets` folder). If the data set has "
-            f"configurations, name one: {repository}:NAME"
-        ) from error
+    loaded = _load_from_hub(name, target)
     if not hasattr(loaded, "keys"):
         return _HubRows(loaded, name), False, ""
     try:
@@ -356,3 +410,19 @@ def _hub_rows(name: str, target: str, split: str, responses_only: bool) -> tuple
     unread = sorted(set(loaded) - {found, other})
     notice = f"data set {name}: splits that are not read: {', '.join(unread)}" if unread else ""
     return _HubRows(loaded[found], f"{name} ({found})"), separate, notice
+
+
+def _load_from_hub(name: str, target: str, **options):
+    repository, _, configuration = target.partition(":")
+    try:
+        import datasets
+
+        return datasets.load_dataset(repository, configuration or None, **options)
+    except Exception as error:  # the library raises from many families; all of them mean: no data
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise ValueError(
+            f"data set {name}: cannot load {target} from the Hugging Face Hub ({type(error).__name__}: "
+            f"{first}). Without a network give a local copy: {key_of('data.paths', name, [name], 'FILE_OR_FOLDER')} "
+            f"(json, jsonl, csv, parquet or a saved `datasets` folder). If the data set has "
+            f"configurations, name one: {repository}:NAME"
+        ) from error

@@ -51,6 +51,8 @@ def data_figures(config: Settings, tokenizer) -> DataFigures:
     """
     from data.tokenization import load_tokenized
 
+    if config.data.streaming:
+        raise ValueError("data.streaming=true reads them only while the run trains")
     kind = find_loss(config.loss.name, config.loss.options).inputs.kind
     try:
         # Tokenising starts by asking for a progress bar; without one coming, only what is cached is read.

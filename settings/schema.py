@@ -75,6 +75,8 @@ class DataSettings:
     pairs: Literal["all", "best_worst", "adjacent", "random"] = key("pairs that a ranking of responses gives")
     min_score_gap: float = key("pairs whose scores differ by less are left out", low=0)
     score: str | None = key("column that rates the only response of a row; null: none")
+    streaming: bool = key("read and tokenise while the run trains; no token cache")
+    shuffle_window: int = key("streaming: examples that are shuffled together", low=1)
     chat_template: str | None = key("a Jinja template or its path; null: the tokenizer's")
     template_date: str | None = key(
         "YYYY-MM-DD that a template with strftime_now writes; null: the day the run began", may_change=True, pinned=True

@@ -45,7 +45,9 @@ def write(path: Path, rows) -> Path:
 DEFAULTS = dict(
     weights={}, paths={}, columns={}, plugins=[], test_fraction=0.05, truncation=None, on_overlong="truncate"
 )
-DEFAULTS |= dict(pairs="all", min_score_gap=0, score=None, on_bad_row="stop", train_on="last")
+DEFAULTS |= dict(
+    streaming=False, shuffle_window=10_000, pairs="all", min_score_gap=0, score=None, on_bad_row="stop", train_on="last"
+)
 DEFAULTS |= dict(template_date=None, apply_template=False, allow_control_tokens=False)
 DEFAULTS |= dict(chat_template=None, cache_dir=None, num_workers=1)
 

@@ -99,6 +99,8 @@ class Case:
 
 
 FILES = ("files",)
+STREAMED = "data.streaming=true n_epochs=null"
+STREAMED_ONLINE = f"{STREAMED} reference.mode=online"
 CASES = {
     "model.name_or_path": Case("model.name_or_path=other", see=("run folder",)),
     "model.local_copy": Case(
@@ -147,6 +149,15 @@ CASES = {
     "resume": Case("resume={stopped}", "debug=false checkpoint.formats=[state]", see=("steps",)),
     "plan": Case("plan=true", how="plan", read=False),
     "plan_device_memory_gb": Case("plan_device_memory_gb=7", "plan=true", how="plan", read=False),
+    "data.streaming": Case({"sft": STREAMED, "dpo": STREAMED_ONLINE, "ipo": STREAMED_ONLINE}, see=("notices",)),
+    "data.shuffle_window": Case(
+        {
+            "sft": f"data.shuffle_window=3 {STREAMED}",
+            "dpo": f"data.shuffle_window=3 {STREAMED_ONLINE}",
+            "ipo": f"data.shuffle_window=3 {STREAMED_ONLINE}",
+        },
+        see=("notices",),
+    ),
     "evals.checkpoint": Case("evals.checkpoint={folder}/llama1", how="evaluate", read=False),
     "evals.reference": Case("evals.reference={folder}/llama1", how="evaluate", read=False),
     "evals.against": Case("evals.against={folder}/llama1", how="evaluate", read=False),

@@ -14,6 +14,7 @@ from data.dataset_names import short_names
 from data.examples import ONE_RESPONSE, rows_of
 from data.options import mixture_weights
 from data.sampler import BatchSampler, DatasetMixture
+from data.streaming import StreamSampler, TokenStream
 from data.tokenization import load_tokenized
 from losses import find_loss
 from modeling import loading
@@ -29,8 +30,8 @@ LARGEST_EPOCH = 10**9  # examples: their order is kept in memory, eight bytes ea
 
 def load_datasets(
     config: Settings, tokenizer, kind: str, world: World, wait_for_all: Callable[[], None], reporter
-) -> dict[str, list]:
-    """Tokenised data sets by split, "train" and "eval"; what was dropped or cut is reported.
+) -> tuple[dict[str, list], None]:
+    """Tokenised data sets by split, "train" and "eval"; what was dropped or cut is reported. And nothing that streams.
 
     Args:
         kind: of the loss's examples, see losses/inputs.py; wait_for_all: a barrier that allows for hours.
@@ -64,7 +65,38 @@ def load_datasets(
                 reporter.notice(text)
     check_weights(config, datasets["train"])
     check_test_fraction(config, datasets["train"], reporter.notice)
-    return datasets
+    return datasets, None
+
+
+def load_streamed(
+    config: Settings, tokenizer, kind: str, world: World, wait_for_all: Callable[[], None], reporter
+) -> tuple[dict[str, list], StreamSampler]:
+    """The same of data that are streamed: the first window of the training data, held-out data where a data set has a
+    test split, and the steps of the run. Every rank reads the stream."""
+    assert config.n_examples is not None
+    stream = TokenStream(config, tokenizer, kind)
+    sampler = StreamSampler(stream, config.batch_size, config.n_examples, config.seed, config.shuffle)
+    tested = [(name, short) for name, short, separate in
+              zip(config.datasets, stream.short_names, stream.has_test_split, strict=True) if separate]  # fmt: skip
+
+    def read() -> list:
+        return [load_tokenized(name, "test", tokenizer, config, kind, progress=reporter.progress) for name, _ in tested]
+
+    held_out = in_turns(read, world, wait_for_all)
+    datasets = {"train": sampler.datasets, "eval": held_out}
+    check_scores(config, datasets)
+    for dataset, (_, short) in zip(held_out, tested, strict=True):
+        dataset.short_name = short
+        check_same(dataset.key, f"the tokenised test data of {dataset.name}", world)
+        reporter.counts(dataset.name, "eval", dataset.counts)
+    check_same(stream.key, "the streamed training data", world)
+    reporter.notice(
+        f"data.streaming=true: examples are shuffled within windows of {config.data.shuffle_window:,} and not over an "
+        "epoch, only rows of one prompt that follow each other are merged, and nothing is held out of the training data"
+    )
+    for text in (*stream.encoder.renderer.notices, *(text for source in stream.sources for text in source.notices)):
+        reporter.notice(text)
+    return datasets, sampler
 
 
 def in_turns(read: Callable[[], list], world: World, wait_for_all: Callable[[], None]) -> list:
@@ -135,7 +167,11 @@ def check_scores(config: Settings, datasets: dict[str, list]) -> None:
                 f"{len(unknown):,} of {dataset.n_responses:,}, first in row {dataset.rows[group]}. Give columns "
                 "score_chosen and score_rejected, margin, or responses and scores, or name yours with data.columns"
             )
-    if config.data.score and not any(dataset.counts.get("rated_by_data_score") for dataset in datasets["train"]):
+    if (
+        config.data.score
+        and not config.data.streaming
+        and not any(dataset.counts.get("rated_by_data_score") for dataset in datasets["train"])
+    ):
         raise ValueError(
             f"data.score={config.data.score} has no effect: no data set in datasets={list(config.datasets)} has such a "
             "column beside prompt and response"
@@ -183,14 +219,14 @@ class RunSteps:
         idle_batch: what a rank without work in a micro-batch computes, at weight zero, so that collectives match.
     """
 
-    training: BatchSampler
+    training: BatchSampler | StreamSampler
     held_out: BatchSampler | None
     idle_batch: MicroBatch
 
 
 def make_steps(
     config: Settings,
-    train: DatasetMixture,
+    train: DatasetMixture | StreamSampler,
     held_out: DatasetMixture,
     tokenizer,
     kind: str,
@@ -202,20 +238,26 @@ def make_steps(
     """Steps of the run's data, laid out for an attention kernel.
 
     Args:
+        train: the training data, or the steps of a stream of them, which get their layout here.
         kind: of the loss's examples; kernel: name of the attention kernel, which has a layout; share_prefix: whether a
             row holds a prompt once for all its responses; budget: tokens a pass.
     """
     layout = batch_layout(config, tokenizer, placement, kernel, share_prefix, budget)
-    training = BatchSampler(
-        train,
-        config.batch_size,
-        seed=config.seed,
-        shuffle=config.shuffle,
-        n_epochs=config.n_epochs,
-        n_examples=config.n_examples,
-        min_micro_batches=config.gradient_accumulation_steps,
-        **layout,
-    )
+    least: dict[str, Any] = {"min_micro_batches": config.gradient_accumulation_steps}
+    training: BatchSampler | StreamSampler
+    if isinstance(train, StreamSampler):
+        training, train.layout = train, layout | least
+    else:
+        training = BatchSampler(
+            train,
+            config.batch_size,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            n_epochs=config.n_epochs,
+            n_examples=config.n_examples,
+            **layout,
+            **least,
+        )
     idle_batch = one_token_batch(tokenizer, kind, layout["make_batch"])
     return RunSteps(training, evaluation_steps(config, held_out, layout), idle_batch.to(placement.device))
 

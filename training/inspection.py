@@ -98,7 +98,7 @@ def titles(config: DataOptions, tokenizer) -> dict[str, str]:
 
 def add_figures(found: Inspection, config: Settings, tokenizer, kind: str) -> None:
     reporter = Collected()
-    datasets = load_datasets(config, tokenizer, kind, World(), lambda: None, reporter)
+    datasets, _ = load_datasets(config, tokenizer, kind, World(), lambda: None, reporter)
     found.sets = [figures(dataset) for split in datasets.values() for dataset in split]
     found.overlap = overlap(datasets["train"], datasets["eval"])
     if found.overlap.examples:

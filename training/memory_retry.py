@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from data.sampler import BatchSampler, Step
+from data.streaming import StreamSampler
 
 Result = TypeVar("Result")
 PLAN_HINT = "plan=true shows what a run needs."
@@ -35,7 +36,7 @@ def out_of_memory_message(problem: str, budget: int | None = None, rank: int | N
 def within_memory(
     compute: Callable[[Step], Result],
     step: Step,
-    sampler: BatchSampler,
+    sampler: BatchSampler | StreamSampler,
     optimizer: torch.optim.Optimizer,
     notice: Callable[[str], None],
     recover: Callable[[], None],
@@ -65,7 +66,7 @@ def within_memory(
         )
 
 
-def in_smaller_micro_batches(step: Step, sampler: BatchSampler, problem: str) -> Step:
+def in_smaller_micro_batches(step: Step, sampler: BatchSampler | StreamSampler, problem: str) -> Step:
     """The same step with more micro-batches, all later steps of the sampler with it.
 
     Raises:

@@ -25,7 +25,7 @@ from settings.precision import mixed_dtype
 from settings.reference import has_own_weights, reference_settings
 from training import nonfinite
 from training.attention_choice import choose_attention, shares_prefix
-from training.data_loading import evaluated_names, load_datasets, make_steps, training_mixture
+from training.data_loading import evaluated_names, load_datasets, load_streamed, make_steps, training_mixture
 from training.early_stopping import EarlyStop, check_watched_metrics
 from training.evaluation import Evaluation
 from training.heartbeat import Heartbeat
@@ -87,7 +87,8 @@ class PreparedRun:
         self.heartbeat.at("preparing the data", 0, patient=True)
         self.tokenizer = loading.load_tokenizer(config)
         limits = self.check_model()
-        self.datasets = load_datasets(
+        load = load_streamed if config.data.streaming else load_datasets
+        self.datasets, streamed = load(
             config, self.tokenizer, kind, self.world, self.checkpointer.wait_for_all, self.reporter
         )
         check_watched_metrics(config, evaluated_names(config, self.datasets["eval"]))
@@ -97,8 +98,9 @@ class PreparedRun:
         self.policy = self.placement.build_model(config, self.tokenizer, DTYPES[config.model.policy_dtype])
         for text in self.placement.describe(self.policy):
             self.notice(text)
-        train, held_out = training_mixture(config, self.datasets["train"]), DatasetMixture(self.datasets["eval"])
-        longest = max(train.longest_row(), held_out.longest_row())
+        held_out = DatasetMixture(self.datasets["eval"])
+        train = streamed.mixture if streamed else training_mixture(config, self.datasets["train"])
+        longest = config.max_length if streamed else max(train.longest_row(), held_out.longest_row())
         self.share_prefix = shares_prefix(config, self.policy, longest, self.notice)
         self.kernel, self.full_forward = self.choose_attention(longest_unit(train))
         windows = getattr(self.policy, "attention_windows", ())  # what the try has found
@@ -111,7 +113,7 @@ class PreparedRun:
         self.first_budget = budget
         share_prefix = self.share_prefix and is_packed(self.kernel)
         steps = make_steps(
-            config, train, held_out, self.tokenizer, kind, self.placement, self.kernel, share_prefix, budget
+            config, streamed or train, held_out, self.tokenizer, kind, self.placement, self.kernel, share_prefix, budget
         )
         self.sampler, self.eval_sampler, self.idle_batch = steps.training, steps.held_out, steps.idle_batch
         self.prepared = True
@@ -217,6 +219,7 @@ class PreparedRun:
         if self.config.debug or self.state.saved_at == self.state.step_number:
             return
         self.heartbeat.saving(self.state.updates)
+        self.state.stream = self.sampler.saved(self.state.step_number)
         self.saver.save(
             self.state,
             self.policy,

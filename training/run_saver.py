@@ -184,6 +184,7 @@ class RunSaver:
         check_same_run(point, self.config, self.run_dir, identity, sampler)
         self.checkpointer.load(point.folder, model, optimizer)
         state = TrainState.of(point.content)
+        sampler.restore(state.stream)
         if point.later_budget is not None:
             sampler.budget = point.later_budget
         self.loss_scale.load_state(point.content)

@@ -17,7 +17,7 @@ class TrainState:
         step_number: the next step's number; it grows at skipped steps too, which make no update.
         evaluated_at, saved_at: the step_number at which the last evaluation, and the last save, were made.
         last_eval: the last evaluation's metrics; reference_samples: what the reference wrote, once it did.
-        loss_memory: what a step-wide loss keeps from step to step.
+        loss_memory: what a step-wide loss keeps from step to step. stream: where a streamed run's window starts.
     """
 
     examples: int = 0
@@ -29,6 +29,7 @@ class TrainState:
     last_eval: dict[str, float] = field(default_factory=dict)
     reference_samples: list[str] | None = None
     loss_memory: dict[str, float] = field(default_factory=dict)
+    stream: dict | None = None
 
     def has_passed(self, every: int, done_at: int | None, sampler) -> bool:
         """Whether the last step passed a multiple of `every` examples and what is due then was not done yet."""

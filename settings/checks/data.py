@@ -3,6 +3,7 @@
 from datetime import datetime
 
 from data.dataset_names import key_of
+from losses import find_loss
 from settings.checks.common import looks_like_path, must_exist, refuse_change
 from settings.key import is_number
 from settings.messages import near_miss, show
@@ -15,6 +16,7 @@ def check(settings: Settings) -> None:
     if settings.loss.name == "sft":
         for key in ("data.pairs", "data.min_score_gap"):
             refuse_change(settings, key, "loss=sft learns the best response of a ranking, and no pairs")
+    _check_streaming(settings)
     if not settings.datasets:
         raise ValueError("datasets=[] names no data: give at least one, such as datasets=[hh]")
     for name in settings.datasets:
@@ -54,6 +56,27 @@ def check(settings: Settings) -> None:
     from data import sources  # here, because a mistake found before this point is reported sooner without it
 
     sources.check_dataset_names(settings.datasets, settings)
+
+
+def _check_streaming(settings: Settings) -> None:
+    if not settings.data.streaming:
+        refuse_change(settings, "data.shuffle_window", "data.streaming=false shuffles all examples of an epoch")
+        return
+    why = "data.streaming=true"
+    if settings.n_epochs is not None or settings.n_examples is None:
+        raise ValueError(
+            f"{why} does not know how many examples there are: give the length of the run as n_examples=N with "
+            "n_epochs=null"
+        )
+    loss = find_loss(settings.loss.name, settings.loss.options)
+    if loss.needs_reference(settings.loss.options) and settings.reference.mode == "cached":
+        raise ValueError(
+            f"{why} sees each example only when it is trained, so that no reference log-prob can be computed "
+            "before: set reference.mode=online"
+        )
+    if settings.show is not None:
+        raise ValueError(f"show looks at whole data sets: leave {why} out")
+    refuse_change(settings, "data.test_fraction", f"{why} holds nothing out: held-out data come from a test split")
 
 
 def _check_layout(data: DataSettings) -> None:
