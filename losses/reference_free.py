@@ -49,7 +49,7 @@ def simpo(
 
 @register_loss("cpo", reference=False)
 def cpo(pairs: PairLogps, *, beta: Scale, label_smoothing: LabelSmoothing = 0.0) -> LossOutput:
-    """Contrastive preference optimisation (CPO, arXiv 2401.08417): -log sigmoid(beta log(chosen / rejected)).
+    """Contrastive preference optimisation (CPO, arXiv 2401.08417, eq. 3): -log sigmoid(beta log(chosen / rejected)).
     The paper adds the likelihood of the chosen response: loss.sft_weight.
 
     Returns: losses [E]; rewards are beta * log(policy).

@@ -22,13 +22,13 @@ Weight = Annotated[float, Option("weight of such responses", low=0)]
 def kto(
     responses: UnpairedWithMismatched, *, beta: Beta, desirable_weight: Weight = 1.0, undesirable_weight: Weight = 1.0
 ) -> LossOutput:
-    """Kahneman-Tversky optimisation (KTO, arXiv 2402.01306): a good response's reward is to be above, a bad
+    """Kahneman-Tversky optimisation (KTO, arXiv 2402.01306, eq. 7): a good response's reward is to be above, a bad
     one's below, the KL divergence of the policy from the reference.
 
     Args:
         responses: of the whole step; the divergence is estimated over all of it and carries no gradient.
         desirable_weight, undesirable_weight: the paper's lambdas. With n good and m bad responses, keep the ratio
-            desirable_weight * n / (undesirable_weight * m) between 1 and 3/2.
+            desirable_weight * n / (undesirable_weight * m) between 1 and 3/2 (eq. 8).
     Returns: losses [E]; rewards are beta * log(policy / reference).
     """
     kl = responses.kl(beta)
