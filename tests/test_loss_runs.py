@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rows import write
 from runs import LLAMA, STRONG, assert_same_training, baseline, train, train_in_two
 
 from losses import LOSSES
@@ -19,6 +20,31 @@ MIX = (
 
 def marked(names):
     return [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def scored(folder):
+    """The option for data whose rows rate their responses."""
+    for name, numbers in (("train", range(9)), ("test", range(9, 12))):
+        rows = [
+            {
+                "prompt": f"Tell me of {number}:",
+                "responses": [f" {number} is good{' indeed' * k}." for k in range(2 + number % 2)],
+                "scores": [3 - k * (1 + number % 3) for k in range(2 + number % 2)],
+            }
+            for number in numbers
+        ]
+        write(folder / "scored" / f"{name}.jsonl", rows)
+    return f"datasets=[{folder}/scored]"
+
+
+@pytest.mark.parametrize("place", ["FULL_SHARD", "TP"])
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.inputs.needs_scores])
+def test_losses_of_scores_train_on_two_processes_as_on_one(folder, sharded, name, place):
+    option = scored(folder)
+    alone = train(folder, *LLAMA, *STRONG, f"loss={name}", option)
+    runs = sharded(2, place, option, loss=name)
+    assert_same_training(alone, runs[0])
+    assert runs[1].losses == runs[0].losses
 
 
 @pytest.mark.parametrize("place", ["FULL_SHARD", "TP"])
