@@ -107,6 +107,22 @@ class RowStream:
             if names:
                 yield f"data set {self.name}: {kind} that are not read: {named(names)}"
 
+    def findings(self, counts: Counter) -> list[str]:
+        """Notices of what was found in the rows that were read so far."""
+        found = list(self._unread())
+        if self._contradicted:
+            rows = ", ".join(map(str, self._contradicted))
+            found.append(
+                f"data set {self.name}: {counts['labelled_good_and_bad']:,} responses are called good by one row and "
+                f"bad by another of the same prompt, and are an example of both; first of prompts in row {rows}"
+            )
+        if counts[BAD_ROW]:
+            first = "; ".join(self.bad)
+            found.append(
+                f"data set {self.name}: {counts[BAD_ROW]:,} rows cannot be read and are left out; first: {first}"
+            )
+        return found
+
     def groups_as_they_come(self, counts: Counter) -> Iterator[PromptGroup]:
         """Yields the groups of all rows, read once: only rows of one prompt that follow each other are merged, and
         nothing is held out."""
@@ -241,22 +257,11 @@ class RowStream:
             counts["rated_by_data_score"] = counts["rows"]
         if seen != len(keys):
             raise ValueError(f"data set {self.name}: {self.rows.label()} changed while it was read")
-        self.notices += [text for text in self._unread() if text not in self.notices]
+        self.notices += [text for text in self.findings(counts) if text not in self.notices]
         if own_pairs and self.reading.rule.how != "all":
             self.notices.append(
                 f"data set {self.name}: data.pairs={self.reading.rule.how} is for rankings; pairs that rows name "
                 "themselves stay as they are"
-            )
-        if self._contradicted:
-            rows = ", ".join(map(str, self._contradicted))
-            self.notices.append(
-                f"data set {self.name}: {counts['labelled_good_and_bad']:,} responses are called good by one row and "
-                f"bad by another of the same prompt, and are an example of both; first of prompts in row {rows}"
-            )
-        if counts[BAD_ROW]:
-            first = "; ".join(self.bad)
-            self.notices.append(
-                f"data set {self.name}: {counts[BAD_ROW]:,} rows cannot be read and are left out; first: {first}"
             )
         assert not merged, "every row of a repeated prompt was seen"
         if not counts["rows"] and self.split == "train":

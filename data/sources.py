@@ -168,6 +168,7 @@ class Source:
     counts: Counter = field(default_factory=Counter)
     notices: list[str] = field(default_factory=list)  # what the user should see once; complete after `groups`
     own_test_split: str = ""  # why data.test_fraction has no effect on it; "" where it has
+    findings: Callable[[Counter], list[str]] = lambda counts: []  # notices of the rows read so far, where they stream
 
     def groups(self) -> Iterator[PromptGroup]:
         """Yields each distinct prompt once, with all its responses and pairs.
@@ -269,7 +270,8 @@ def open_stream(name: str, config: DataOptions, kind: str) -> tuple[Source, bool
     fingerprint = checksum(json.dumps(identity, sort_keys=True).encode())
     truncation = config.data.truncation or (named.truncation if named else "keep_end")
     reader = stream.groups_as_they_come
-    return Source(name, "train", truncation, fingerprint, reader, Counter(), stream.notices), separate
+    source = Source(name, "train", truncation, fingerprint, reader, notices=stream.notices, findings=stream.findings)
+    return source, separate
 
 
 def get_dataset(name: str, split: str, config: DataOptions, kind: str = "pairs") -> dict:

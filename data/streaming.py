@@ -36,6 +36,17 @@ from data.truncation import TokenGroup
 
 
 @dataclass
+class Window:
+    """The examples of a window, the place of the next one, and what was found in the data up to here; `ends`: an epoch
+    of a source does, so that its counts are whole."""
+
+    mixture: DatasetMixture
+    following: Place
+    found: list[tuple[str, dict[str, int], list[str]]]
+    ends: bool
+
+
+@dataclass
 class Place:
     """Where a window starts.
 
@@ -64,14 +75,16 @@ class TokenStream:
         self.has_test_split = [separate for _, separate in opened]
         self.short_names = short_names(config.datasets, config.data.paths)
         self.weights = mixture_weights(config)
-        self.counts: list[Counter] = [Counter() for _ in self.sources]
+        # Of each source, what was read and what of it was tokenised in the present epoch.
+        self.counts: list[tuple[Counter, Counter]] = [(Counter(), Counter()) for _ in self.sources]
         limits = dataclasses.asdict(limits_of(self.sources[0], config))
         parts = [[source.fingerprint for source in self.sources], self.encoder.digest(), rows_of(kind), limits]
         self.key = checksum(repr([*parts, self.weights, config.data.shuffle_window]).encode())
         self._running: list[tuple[int, Iterator[tuple[list[TokenGroup], bool]]]] = []
 
-    def window(self, place: Place, stopped: Callable[[], bool]) -> tuple[list[list[TokenGroup]], list[int]]:
-        """(the groups of each source that a window holds, chunks of each source before the next window).
+    def window(self, place: Place, stopped: Callable[[], bool]) -> tuple[list[list[TokenGroup]], list[int], bool]:
+        """(the groups of each source that a window holds, chunks of each source before the next window, whether it ends
+        with an epoch of a source).
 
         Raises:
             ValueError: a row cannot be read, or a source has no example.
@@ -86,7 +99,14 @@ class TokenStream:
             chunks[index] += 1
             groups[index] += chunk
             found += sum(n_examples(group) for group in chunk)
-        return groups, chunks
+        return groups, chunks, ends
+
+    def found(self) -> list[tuple[str, dict[str, int], list[str]]]:
+        """Of each source: its name, the counts of the present epoch so far, and what the user should see once."""
+        return [
+            (source.name, dict(read + tokenised), [*source.notices, *source.findings(read)])
+            for source, (read, tokenised) in zip(self.sources, self.counts, strict=True)
+        ]
 
     def _chunk(self, index: int, number: int) -> tuple[list[TokenGroup], bool]:
         """Chunk `number` of a source, counted over all epochs, and whether it is the last of an epoch."""
@@ -104,6 +124,7 @@ class TokenStream:
         source, skip = self.sources[index], number
         while True:
             counts: Counter = Counter()
+            self.counts[index] = source.counts, counts
             started = _Skipping(source, skip * CHUNK)
             limits = limits_of(source, self.config)
             any_example, last = False, None
@@ -116,10 +137,9 @@ class TokenStream:
                 last = chunk
             if last is not None:
                 yield last, True
-            self.counts[index] = counts + source.counts
             read = math.ceil(started.seen / CHUNK)
             if read == 0 or (skip == 0 and not any_example):
-                shown = ", ".join(f"{reason} {count}" for reason, count in self.counts[index].items() if count)
+                shown = ", ".join(f"{reason} {count}" for reason, count in (source.counts + counts).items() if count)
                 raise ValueError(f"data set {source.name}: its rows hold no example to train on ({shown or 'no rows'})")
             # Beyond the end of the first epochs, what is left to skip is of later ones.
             skip = max(0, skip - read)
@@ -153,6 +173,8 @@ class StreamSampler:
         self.stream, self.batch_size, self.n_examples = stream, batch_size, n_examples
         self.seed, self.shuffle = seed, shuffle
         self.layout: dict[str, Any] = {}  # further arguments of BatchSampler, set before the first step
+        # Called with what was found in the data of a source: its name, counts (None until they are whole) and notices.
+        self.report: Callable[[str, dict[str, int] | None, list[str]], None] = lambda *_: None
         self.n_steps = -(-n_examples // batch_size)
         self.place, self.next_place = Place(), Place()
         self.first_step = 0  # of the present window
@@ -164,7 +186,7 @@ class StreamSampler:
     @property
     def mixture(self) -> DatasetMixture:
         """The examples of the present window, of the first one before the first step."""
-        return self._inner.mixture if self._inner else self._first[0]
+        return self._inner.mixture if self._inner else self._first.mixture
 
     @property
     def budget(self) -> int:
@@ -205,7 +227,8 @@ class StreamSampler:
             window = self._first
             try:
                 while True:
-                    mixture, self.next_place = window
+                    mixture, self.next_place = window.mixture, window.following
+                    self._report(window, window.ends)
                     left = self.n_examples - self.examples_before(self.first_step)
                     whole = mixture.epoch_size() // self.batch_size * self.batch_size
                     ahead = worker.submit(self._window, self.next_place) if left > whole else None
@@ -227,18 +250,22 @@ class StreamSampler:
                     window = ahead.result()
             finally:
                 self._stopped.set()  # what is being tokenised ahead ends at its next chunk
+                self._report(window, True)
+
+    def _report(self, window: Window, whole: bool) -> None:
+        for name, counts, notices in window.found:
+            self.report(name, counts if whole else None, notices)
 
     def _seed(self, window: int) -> int:
         return int(np.random.SeedSequence([self.seed, window]).generate_state(1, np.uint32)[0])
 
-    def _window(self, place: Place) -> tuple[DatasetMixture, Place]:
-        """The examples of a window, and the place of the next."""
-        groups, chunks = self.stream.window(place, self._stopped.is_set)
+    def _window(self, place: Place) -> Window:
+        groups, chunks, ends = self.stream.window(place, self._stopped.is_set)
         mixture = DatasetMixture(self._datasets(groups))
         # A step takes more than a small window has.
         while not self._stopped.is_set() and mixture.epoch_size() < self.batch_size:
             more = Place(place.window, chunks, [[dataclasses.asdict(group) for group in of] for of in groups])
-            groups, chunks = self.stream.window(more, self._stopped.is_set)
+            groups, chunks, ends = self.stream.window(more, self._stopped.is_set)
             mixture = DatasetMixture(self._datasets(groups))
         order = mixture.epoch_permutation(self._seed(place.window), 0, self.shuffle)
         over = order[len(order) // self.batch_size * self.batch_size :]
@@ -247,7 +274,7 @@ class StreamSampler:
             index, local = mixture.locate(example)
             number, first, second = mixture.datasets[index].examples[local].tolist()
             left[index].append(dataclasses.asdict(only_example(groups[index][number], first, second)))
-        return mixture, Place(place.window + 1, chunks, left)
+        return Window(mixture, Place(place.window + 1, chunks, left), self.stream.found(), ends)
 
     def _datasets(self, groups: list[list[TokenGroup]]) -> list[TokenizedDataset]:
         datasets = []

@@ -208,6 +208,20 @@ def test_a_row_that_cannot_be_read_ends_the_run_with_its_place(folder, tmp_path)
         train(folder, *options, "n_examples=2000", "batch_size=50")
 
 
+def test_rows_that_are_left_out_are_counted_and_named(folder, tmp_path, capsys):
+    rows = rows_of(12)
+    rows.insert(3, {"prompt": 3, "chosen": "a", "rejected": "b", "extra": 1})
+    rows.insert(5, {"prompt": "same", "chosen": "a", "rejected": "a"})
+    write(tmp_path / "bad.jsonl", rows)
+    options = (*LLAMA, "loss=sft", *STREAM[:2], f"datasets=[{tmp_path}/bad.jsonl]", "data.on_bad_row=skip")
+    run = train(folder, *options, "n_examples=16")
+    assert any("1 rows cannot be read and are left out; first: " in text and "line 4" in text for text in run.notices)
+    assert any("columns that are not read: ['extra']" in text for text in run.notices)
+    out = capsys.readouterr().out
+    assert f"train: rows {len(rows)}" in out.replace("dropped", "") or f"rows {len(rows)}" in out
+    assert "dropped bad row 1" in out and "dropped identical 1" in out
+
+
 def test_rows_without_an_example_end_the_run(folder, tmp_path):
     write(tmp_path / "empty.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "a"}] * 3)
     with pytest.raises(ValueError, match="hold no example to train on .*dropped_identical 3"):

@@ -94,8 +94,14 @@ def load_streamed(
         f"data.streaming=true: examples are shuffled within windows of {config.data.shuffle_window:,} and not over an "
         "epoch, only rows of one prompt that follow each other are merged, and nothing is held out of the training data"
     )
-    for text in (*stream.encoder.renderer.notices, *(text for source in stream.sources for text in source.notices)):
-        reporter.notice(text)
+
+    def report(name: str, counts: dict[str, int] | None, notices: list[str]) -> None:
+        for text in (*stream.encoder.renderer.notices, *notices):
+            reporter.notice(text)
+        if counts is not None:
+            reporter.counts(name, "train", counts)
+
+    sampler.report = report
     return datasets, sampler
 
 
