@@ -137,21 +137,42 @@ def names_of(tools: list[dict]) -> list[str]:
     return [tool.get("function", tool)["name"] for tool in tools]
 
 
-def missing_in(messages: list[dict], text: str, reasoning: bool) -> str | None:
-    """What a rendered text lacks of the tool calls and, where asked for, of the reasoning of messages; None for
-    nothing."""
-    squeezed = "".join(text.split())
+def plain(messages: list[dict]) -> list[dict]:
+    """Messages without their tool calls and reasoning."""
+    return [{k: v for k, v in each.items() if k not in ("tool_calls", "reasoning_content")} for each in messages]
 
-    def lacks(part: str) -> bool:
-        as_json = json.dumps(part, ensure_ascii=False)[1:-1]
-        return all("".join(form.split()) not in squeezed for form in (part, as_json, json.dumps(part)[1:-1]))
+
+def _values_in(arguments: Any) -> Iterator[Any]:
+    """The texts and numbers that a call's arguments hold, without their names."""
+    if isinstance(arguments, (dict, list)):
+        for inner in arguments.values() if isinstance(arguments, dict) else arguments:
+            yield from _values_in(inner)
+    else:
+        yield arguments
+
+
+def missing_in(messages: list[dict], text: str, without: str, reasoning: bool) -> str | None:
+    """What a rendered text lacks of the tool calls and, where asked for, of the reasoning of messages; None for
+    nothing.
+
+    without: the text of the same conversation with these messages `plain`. What occurs no more often than there was not
+    written by the template: it only stands in another message, too.
+    """
+    squeezed, before = "".join(text.split()), "".join(without.split())
+
+    def lacks(part: Any) -> bool:
+        forms = [str(part), json.dumps(part, ensure_ascii=False), json.dumps(part)]
+        if isinstance(part, str):
+            forms[1:] = [form[1:-1] for form in forms[1:]]
+        forms = ["".join(form.split()) for form in forms]
+        return all(forms) and all(squeezed.count(form) <= before.count(form) for form in forms)
 
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call["function"]
-            for part in (function["name"], *strings_in(list(function["arguments"].values()))):
+            for part in (function["name"], *_values_in(function["arguments"])):
                 if lacks(part):
-                    return f"the call of {function['name']} ({part[:60]!r})"
+                    return f"the call of {function['name']} ({str(part)[:60]!r})"
         if reasoning and lacks(message.get("reasoning_content", "").strip()):
             return f"the reasoning {message['reasoning_content'].strip()[:60]!r}"
     return None

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from data.answers import Answer, missing_in, names_of, strings_in, with_strings
+from data.answers import Answer, missing_in, names_of, plain, strings_in, with_strings
 from data.dialogues import user_message
 from data.template_calls import ChatTemplate, TemplateRefusal, unused_characters
 
@@ -61,6 +61,11 @@ class ConversationRenderer:
                 "prompt ends with an assistant message, which only a response that is text can go on with; this one "
                 "has tool calls, reasoning or several turns"
             )
+        if begun in answers:
+            raise ValueError(
+                f"the response {begun[:60]!r} is the assistant message that prompt ends with, once more: a response "
+                "goes on with that message; leave it out of the prompt, or out of the response"
+            )
         rendered = self.render(before, [f"{begun}{answer}" for answer in answers], tools, protect)
         placeholder_of = {text: character for character, text in rendered.placeholders.items()}
         begun = self.control_text.sub(lambda match: placeholder_of[match.group()], begun) if protect else begun
@@ -100,7 +105,7 @@ class ConversationRenderer:
     ) -> RenderedGroup:
         mark = next(free) * 3
         head, tail, messages = self._head_and_tail(messages, mark)
-        if lacking := [name for name in names_of(tools) if name not in head]:
+        if lacking := _unwritten_functions(self.template, messages, tools, head, mark):
             raise ValueError(
                 f"the chat template does not write the function {lacking[0]} of column tools: give a template that "
                 "does, with data.chat_template, or leave the column out"
@@ -171,7 +176,11 @@ class ConversationRenderer:
                 f"the chat template ends this answer otherwise than one of text, with {whole[-40:]!r} and not "
                 f"{tail[-40:]!r}; give another with data.chat_template"
             )
-        lacking = missing_in([m for m in turns if m["role"] == "assistant"], whole, reasoning=True)
+        own = [turn for turn in turns if turn["role"] == "assistant"]
+        without = (
+            _text_or_nothing(self.template, [*messages, *plain(turns)]) if any(len(turn) > 2 for turn in own) else ""
+        )
+        lacking = missing_in(own, whole, without, reasoning=True)
         if lacking:
             raise ValueError(
                 f"the chat template does not write {lacking} of the answer: give a template that does, with "
@@ -232,13 +241,14 @@ class ConversationRenderer:
             if text and (not found or (len(text) < _SHORT and number in left_out)):
                 changed.append(number)
         more = [message for message in messages if len(message) > 2]
-        if more and (lacking := missing_in(more, prompt, reasoning=False)):
+        without = _text_or_nothing(self.template, plain(messages), generation_prompt) if more else ""
+        if more and (lacking := missing_in(more, prompt, without, reasoning=False)):
             raise ValueError(
                 f"the chat template does not write {lacking} of an earlier message: give a template that does, with "
                 "data.chat_template, or leave it out of the data"
             )
         # Templates leave out the reasoning of earlier turns, as the models are trained and used.
-        if more and missing_in(more, prompt, reasoning=True):
+        if more and missing_in(more, prompt, without, reasoning=True):
             self.counts["earlier_reasoning_left_out"] += 1
         if not changed:
             return
@@ -271,6 +281,24 @@ class ConversationRenderer:
         while not rendered.prompt.endswith(header):  # a prompt may end before the header does
             header = header[:-1]
         return header
+
+
+def _unwritten_functions(
+    template: ChatTemplate, messages: list[dict], tools: list[dict], head: str, mark: str
+) -> list[str]:
+    """The names of functions that `head`, the text up to the answer, has no more often than without tools."""
+    if not tools:
+        return []
+    with template.with_tools([]):
+        without = _text_or_nothing(template, [*messages, {"role": "assistant", "content": mark}]).partition(mark)[0]
+    return [name for name in names_of(tools) if head.count(name) <= without.count(name)]
+
+
+def _text_or_nothing(template: ChatTemplate, messages: list[dict], generation_prompt: bool = False) -> str:
+    try:
+        return template.render(messages, generation_prompt)
+    except ValueError:  # of a conversation that the template need not be able to write
+        return ""
 
 
 def _without_blanks(text: str) -> str:

@@ -5,7 +5,14 @@ from functools import partial
 
 from data.answers import tools_of
 from data.files import describe, named
-from data.ranked_rows import PairRule, parse_nectar, parse_rated_response, parse_scored, parse_ultrafeedback
+from data.ranked_rows import (
+    PairRule,
+    parse_completions,
+    parse_nectar,
+    parse_rated_response,
+    parse_scored,
+    parse_ultrafeedback,
+)
 from data.row_formats import (
     BAD_RESPONSE,
     WEIGHT_ZERO,
@@ -185,6 +192,7 @@ FORMATS = {  # the columns that mark a format -> its parser, whether it has pair
     ("prompt", "responses", "pairs"): (parse_groups, True, ("prompt", "responses", "pairs", "sft_target")),
     ("prompt", "responses", "scores"): (parse_scored, True, ("prompt", "responses", "scores")),
     ("instruction", "completions"): (parse_ultrafeedback, True, ("instruction", "input", "completions")),
+    ("prompt", "completions"): (parse_completions, True, ("prompt", "completions", "scores", "ranks")),
     ("prompt", "answers"): (parse_nectar, True, ("prompt", "answers")),
     ("messages", "rejected_response"): (parse_rejected_response, True, ("messages", "rejected_response")),
     ("prompt", "responses", "sft_target"): (parse_groups, False, ("prompt", "responses", "pairs", "sft_target")),
@@ -212,7 +220,7 @@ FORMATS = {  # the columns that mark a format -> its parser, whether it has pair
 NAMED = (parse_shp, parse_se)  # whose other columns are known, and mean nothing to a preference
 CANONICAL_COLUMNS = sorted(
     {name for _, _, columns in FORMATS.values() for name in columns}
-    | {"system", "response", "label", "weight", "margin", *SCORES}
+    | {"system", "tools", "response", "label", "weight", "margin", *SCORES}
 )
 # Columns by which rows of one response each are told from others, if data.score names none.
 RATINGS = ("helpfulness", "correctness", "score", "rating", "reward")

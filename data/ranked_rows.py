@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from data.files import describe
 from data.row_formats import ASSISTANT, EMPTY, NO_PREFERENCE, SMALL_GAP, PromptGroup, header_of, prompt_of, with_input
-from data.row_values import column, in_float32, list_of, score_of, text_of
+from data.row_values import column, in_float32, is_empty, list_of, score_of, text_of
 
 # Where UltraFeedback's completions have their score, the first that there is.
 SCORE_FIELDS = ("overall_score", "score", "fine-grained_score", "rating", "reward")
+TEXT_FIELDS = ("response", "completion", "text")  # of an object that is a completion
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,41 @@ def parse_ultrafeedback(row: dict) -> PromptGroup | str:
         rated.append((text, score_of(each[field], f"{where}.{field}")))
     prompt = with_input(column(row, "instruction"), row.get("input"))
     return ranked_group([{"role": "user", "content": prompt}], rated)
+
+
+def parse_completions(row: dict) -> PromptGroup | str:
+    """{prompt, completions}: texts beside as many numbers in a column scores or ranks, or objects with both."""
+    values = list_of(column(row, "completions"), "completions")
+    beside = next((name for name in ("scores", "ranks") if not is_empty(row.get(name))), None)
+    if beside is not None:
+        numbers = list_of(row[beside], beside)
+        if len(values) != len(numbers):
+            raise ValueError(f"there are {len(values)} completions but {len(numbers)} {beside}")
+        sign = -1 if beside == "ranks" else 1
+        rated = [
+            (text_of(text, f"completions[{place}]"), sign * score_of(number, f"{beside}[{place}]"))
+            for place, (text, number) in enumerate(zip(values, numbers))
+        ]
+    elif any(isinstance(value, str) for value in values):
+        raise ValueError(
+            "completions are texts that nothing rates: give a column scores or ranks with a number for each; for "
+            "loss=sft, a row of prompt and completion for each"
+        )
+    else:
+        rated = [_rated_object(where, each) for where, each in _objects(row, "completions", "a text and a score")]
+    return ranked_group(prompt_of(column(row, "prompt")), rated)
+
+
+def _rated_object(where: str, each: dict) -> tuple[str, float]:
+    """The text and the score of an object; of a rank, with the sign turned."""
+    text = next((name for name in TEXT_FIELDS if name in each), None)
+    field = next((name for name in (*SCORE_FIELDS, "rank") if each.get(name) is not None), None)
+    if text is None:
+        raise ValueError(f"{where} has no text; read are {', '.join(TEXT_FIELDS)}")
+    if field is None:
+        raise ValueError(f"{where} has no score; read are {', '.join(SCORE_FIELDS)}, rank")
+    score = score_of(each[field], f"{where}.{field}")
+    return text_of(each[text], f"{where}.{text}"), -score if field == "rank" else score
 
 
 def parse_nectar(row: dict) -> PromptGroup | str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from data.answers import Answer, answer_of, is_blank, text_of_answer, turns_of
 from data.files import describe, quoted
-from data.row_values import column, is_conversation, is_empty, list_of, messages_of, number_of, text_of
+from data.row_values import column, is_conversation, is_empty, list_of, messages_of, number_of, text_of, weights_of
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
@@ -211,7 +211,7 @@ def _preferences(prompt, row: dict) -> PromptGroup | str:
     chosen, rejected = column(row, "chosen"), column(row, "rejected")
     conversations = is_conversation(chosen), is_conversation(rejected)
     if conversations == (True, True):
-        return _conversation_pair(prompt, messages_of(chosen, "chosen"), messages_of(rejected, "rejected"))
+        return _conversation_pair(prompt, chosen, rejected)
     if any(conversations):
         raise ValueError(
             f"chosen is {describe(chosen)} but rejected is {describe(rejected)}: both must be text, or "
@@ -244,7 +244,19 @@ def _prompt_messages(value) -> list[dict]:
     return messages
 
 
-def _conversation_pair(prompt, chosen: list[dict], rejected: list[dict]) -> PromptGroup | str:
+def _refuse_weight_zero(value, n_answer: int, what: str) -> None:
+    """ValueError where one of a conversation's last n_answer messages, its answer, is not to be learnt."""
+    weights = weights_of(value, what)
+    for number in range(len(weights) - n_answer, len(weights)):
+        if weights[number] == 0:
+            raise ValueError(
+                f"{what}[{number}] has weight 0, but an answer is learnt whole: put the turns up to it into the "
+                "prompt, or leave the weight out"
+            )
+
+
+def _conversation_pair(prompt, chosen_value, rejected_value) -> PromptGroup | str:
+    chosen, rejected = messages_of(chosen_value, "chosen"), messages_of(rejected_value, "rejected")
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         if messages[-1]["role"] != "assistant":
             raise ValueError(
@@ -254,9 +266,8 @@ def _conversation_pair(prompt, chosen: list[dict], rejected: list[dict]) -> Prom
         messages = _prompt_messages(prompt)
         if chosen[: len(messages)] == messages and rejected[: len(messages)] == messages:
             chosen, rejected = chosen[len(messages) :], rejected[len(messages) :]
-        if chosen and rejected:
-            return pair_group(messages, answer_of(chosen, "chosen"), answer_of(rejected, "rejected"))
-        return DIVERGED
+        if not chosen or not rejected:
+            return DIVERGED
     elif len(chosen) == 1 and len(rejected) == 1:
         if prompt is None:
             raise ValueError("chosen and rejected hold no prompt message, and there is no prompt column")
@@ -266,6 +277,8 @@ def _conversation_pair(prompt, chosen: list[dict], rejected: list[dict]) -> Prom
         if rejected[:-1] != messages:
             return DIVERGED
         rejected = rejected[-1:]
+    _refuse_weight_zero(chosen_value, len(chosen), "chosen")
+    _refuse_weight_zero(rejected_value, len(rejected), "rejected")
     return pair_group(messages, answer_of(chosen, "chosen"), answer_of(rejected, "rejected"))
 
 
@@ -320,7 +333,7 @@ def parse_messages(row: dict, name: str = "messages", every_turn: bool = False) 
         raise ValueError(f"{name} must end with an assistant message, not one of role {quoted(messages[-1]['role'])}")
     if len(messages) < 2:
         raise ValueError(f"{name} holds the assistant's message alone, without a prompt")
-    weights = [message.get("weight") for message in list_of(value, name)]
+    weights = weights_of(value, name)
     first = len(messages) - 1 if not every_turn else 1
     learnt = [
         number
@@ -353,6 +366,7 @@ def parse_rejected_response(row: dict) -> PromptGroup | str:
     messages = messages_of(column(row, "messages"), "messages")
     if messages[-1]["role"] != "assistant" or len(messages) < 2:
         raise ValueError("messages must end with the assistant's answer to what comes before it")
+    _refuse_weight_zero(row["messages"], 1, "messages")
     rejected = text_of(column(row, "rejected_response"), "rejected_response")
     return pair_group(messages[:-1], answer_of(messages[-1:], "messages"), rejected)
 
@@ -388,7 +402,9 @@ def parse_completion(row: dict) -> PromptGroup | str:
     if is_conversation(completion):
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        return sft_group(prompt, answer_of(messages_of(completion, "completion"), "completion"))
+        messages = messages_of(completion, "completion")
+        _refuse_weight_zero(completion, len(messages), "completion")
+        return sft_group(prompt, answer_of(messages, "completion"))
     return sft_group(prompt, text_of(completion, "completion"))
 
 

@@ -125,9 +125,8 @@ def messages_of(value, what: str) -> list[dict]:
 
     value: a list of messages, one message, or either of them as the text of a cell.
     """
-    value = _unwritten(value) if isinstance(value, str) else value
     messages = []
-    for number, message in enumerate([value] if _is_message(value) else list_of(value, what)):
+    for number, message in enumerate(_entries(value, what)):
         where = f"{what}[{number}]"
         if not isinstance(message, dict):
             raise ValueError(f"{where} must be a message with role and content, not {describe(message)}")
@@ -163,6 +162,16 @@ def messages_of(value, what: str) -> list[dict]:
     if not messages:
         raise ValueError(f"{what} is an empty conversation")
     return messages
+
+
+def _entries(value, what: str) -> list:
+    value = _unwritten(value) if isinstance(value, str) else value
+    return [value] if _is_message(value) else list_of(value, what)
+
+
+def weights_of(value, what: str) -> list:
+    """The weight of each message of a conversation that `messages_of` takes; None where a message has none."""
+    return [message.get("weight") for message in _entries(value, what)]
 
 
 def _is_message(value) -> bool:

@@ -38,7 +38,7 @@ from data.token_cache import ArrayFile, CacheWriteError
 from data.truncation import Limits, fit_group
 from data.workers import ordered_map, worker_count
 
-FORMAT = 6  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
+FORMAT = 7  # of the cache folder and of the rules above; raised whenever the same input gives other arrays
 CHUNK = 256  # groups that are encoded in one call
 
 

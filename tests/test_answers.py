@@ -143,6 +143,8 @@ def test_control_tokens_in_calls_and_tools_stay_text(tmp_path):
         ({"chosen": [says(tool_calls=[{"name": "f", "arguments": [1]}])]}, "arguments must be an object"),
         ({"chosen": [asks("a"), says("b")]}, "chosen must begin with an assistant message"),
         ({"chosen": [says("a"), asks("b")]}, "chosen must end with an assistant message"),
+        ({"chosen": [says("a", weight=0), asks("b"), says("c")]}, r"chosen\[0\] has weight 0"),
+        ({"rejected": [asks(), says("a"), asks("b"), says("c", weight=0)]}, r"rejected\[3\] has weight 0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_its_row(tmp_path, row, message):
@@ -340,3 +342,61 @@ def test_what_is_shown_of_several_turns_is_what_is_scored(tmp_path):
 def test_other_columns_of_a_prompt_beside_a_pair(tmp_path, row, prompt):
     group = only(write(tmp_path / "d.jsonl", [row | {"chosen": "a", "rejected": "b"}]), tmp_path)
     assert (group.prompt, group.responses) == (prompt, ["a", "b"])
+
+
+def test_a_message_of_weight_zero_is_no_answer_but_may_stand_before_one(tmp_path):
+    for completion in ([says("a", weight=0)], [says("a"), asks("b"), says("c", weight=0)]):
+        rows = [{"prompt": [asks()], "completion": completion}]
+        with pytest.raises(ValueError, match=rf"line 1: completion\[{len(completion) - 1}\] has weight 0"):
+            loaded(tmp_path, rows, CHATML, sft=True)
+    before = [asks(), says("a", weight=0), asks("b")]
+    row = {"prompt": before, "chosen": [*before, says("c")], "rejected": [*before, says("d")]}
+    assert only(write(tmp_path / "d.jsonl", [row]), tmp_path).responses == ["c", "d"]
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"prompt": [asks("get_weather")], "tools": [WEATHER]}, "does not write the function get_weather"),
+        ({"chosen": [says("I find it", tool_calls=[{"name": "find"}])]}, "does not write the call of find"),
+        (
+            {"prompt": [asks("find it"), says(tool_calls=[{"name": "find"}]), {"role": "tool", "content": "x"}]},
+            "does not write the call of find .* of an earlier message",
+        ),
+        ({"chosen": [says("because", reasoning_content="because")]}, "does not write the reasoning 'because'"),
+    ],
+)
+def test_a_part_that_stands_elsewhere_too_is_not_taken_for_written(tmp_path, row, message):
+    base = {"prompt": [asks()], "chosen": [says("a")], "rejected": [says("b")]}
+    with pytest.raises(ValueError, match=f"row 1: .*{message}"):
+        loaded(tmp_path, [base | row], CHATML)
+
+
+def test_parts_that_stand_elsewhere_too_are_written_by_a_template_that_writes_them(tmp_path):
+    prompt = [
+        asks("get_weather of Köln, 2 days"),
+        says("get_weather", tool_calls=[CALL]),
+        {"role": "tool", "content": "2"},
+    ]
+    row = {"prompt": prompt, "tools": [WEATHER], "chosen": [says("get_weather", tool_calls=[CALL])], "rejected": "no"}
+    assert "<tool_call>" in loaded(tmp_path, [row | {"rejected": [says("no")]}])[1]
+
+
+def test_numbers_of_a_call_that_a_template_leaves_out_are_named(tmp_path):
+    names_only = TOOLS_TEMPLATE.replace("c['function'] | tojson", "c['function']['name']")
+    call = {"name": "f", "arguments": {"list": [{"n": 2.5}]}}
+    row = {"prompt": [asks()], "chosen": [says(tool_calls=[call])], "rejected": [says("b")]}
+    with pytest.raises(ValueError, match=r"does not write the call of f \('2.5'\)"):
+        loaded(tmp_path, [row], names_only)
+    assert "2.5" in loaded(tmp_path, [row])[1]
+
+
+def test_a_response_that_is_the_beginning_once_more_is_refused(tmp_path):
+    row = {"messages": [asks(), says("Sure")], "chosen": "Sure", "rejected": "no"}
+    with pytest.raises(ValueError, match="row 1: the response 'Sure' is the assistant message that prompt ends with"):
+        loaded(tmp_path, [row], CHATML)
+
+
+def test_tools_in_a_column_of_another_name(tmp_path):
+    row = {"prompt": [asks()], "api": [WEATHER], "chosen": "a", "rejected": "b"}
+    assert "get_weather" in loaded(tmp_path, [row], columns={"tools": "api"})[0]

@@ -89,6 +89,14 @@ RANKINGS = {
             "turns": 1,
         }
     ],
+    "completions beside scores": [{"prompt": "q", "completions": ["b", "a", "c"], "scores": [2, 3, 1]}],
+    "completions beside ranks": [{"prompt": "q", "completions": ["b", "a", "c"], "ranks": [2, 1, 3]}],
+    "completions with ranks": [
+        {"prompt": "q", "completions": [{"text": t, "rank": r} for t, r in (("b", 2), ("a", 1), ("c", 3))]}
+    ],
+    "completions with scores": [
+        {"prompt": "q", "completions": [{"completion": t, "score": s} for t, s in (("b", 2), ("a", 3), ("c", 1))]}
+    ],
     "helpsteer": [
         {"prompt": "q", "response": text, "helpfulness": score, "correctness": 4, "verbosity": 1}
         for text, score in (("b", 2), ("a", 3), ("c", 1))
@@ -169,6 +177,22 @@ def test_scores_of_a_pair_under_their_names(tmp_path):
 def test_ratings_that_cannot_be_read_are_refused(tmp_path, row, message):
     with pytest.raises(ValueError, match=message):
         read(write(tmp_path / "d.jsonl", [row]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"completions": ["a", "b"]}, "completions are texts that nothing rates: give a column scores or ranks"),
+        ({"completions": ["a", "b"], "scores": [1]}, "there are 2 completions but 1 scores"),
+        ({"completions": ["a", "b"], "ranks": [1, "x"]}, r"ranks\[1\] must be a number"),
+        ({"completions": [{"text": "a", "score": 1}, {"text": "b"}]}, r"completions\[1\] has no score"),
+        ({"completions": [{"score": 1}]}, r"completions\[0\] has no text"),
+        ({"completions": "a"}, "completions must be a list"),
+    ],
+)
+def test_completions_that_nothing_rates_are_refused(tmp_path, more, message):
+    with pytest.raises(ValueError, match=f"line 1: {message}"):
+        read(write(tmp_path / "d.jsonl", [{"prompt": "q"} | more]), tmp_path)
 
 
 def test_a_score_column_that_is_not_there(tmp_path):
