@@ -261,8 +261,14 @@ def pair_units(tmp_path, kind="pairs"):
 
 
 @pytest.mark.parametrize("kind", ["pairs", "unpaired_mismatched"])
-def test_what_is_not_scored_gives_no_log_prob_in_any_layout(tmp_path, kind):
-    """Against the log-probs of every token of a plain pass, of which only the assistant's count."""
+def test_what_is_not_scored_gives_no_log_prob_and_no_gradient_in_any_layout(tmp_path, kind):
+    """Against the log-probs of every token of a plain pass, of which only the assistant's count, and their gradient."""
+
+    def gradient(sums):
+        model.zero_grad()
+        (sums * torch.arange(1.0, 1 + len(sums))).sum().backward()
+        return {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
     units, _ = pair_units(tmp_path, kind)
     assert any(not unit.scored_of(n).all() for unit in units for n in range(len(unit.responses)))
     model = make("llama", vocab_size=512)
@@ -274,12 +280,14 @@ def test_what_is_not_scored_gives_no_log_prob_in_any_layout(tmp_path, kind):
             logps = model(input_ids=ids).logits.log_softmax(-1)[0, len(unit.prompt) - 1 : -1]
             own = logps.gather(-1, ids[0, len(unit.prompt) :, None])[:, 0]
             truth.append(own[torch.tensor(unit.scored_of(number))].sum())
+    expected = gradient(torch.stack(truth))
     for kernel, of in batches.items():
         use_attention(model, kernel, False)
         for batch in of:
             tokens = token_logps(model, batch)
             sums = torch.zeros(len(truth)).index_add(0, batch.response_of, tokens)
             torch.testing.assert_close(sums, torch.stack(truth), atol=2e-4, rtol=1e-5)
+            torch.testing.assert_close(gradient(sums), expected, atol=2e-3, rtol=1e-4)
             assert batch.lengths.tolist() == batch.lengths_list
 
 
