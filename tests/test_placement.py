@@ -5,6 +5,9 @@ import functools
 import math
 import os
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -281,6 +284,10 @@ def test_the_number_of_threads_that_the_user_chose_is_kept(monkeypatch, environm
     parent = subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], **(starter or {})})
     monkeypatch.setattr(os, "getppid", lambda: parent.pid)
     try:
+        # A process that has just begun has no environment to read for a moment.
+        deadline = time.monotonic() + 10
+        while sys.platform == "linux" and not Path(f"/proc/{parent.pid}/environ").read_bytes():
+            assert time.monotonic() < deadline
         assert threads_of_rank(2) == threads
     finally:
         parent.kill()
