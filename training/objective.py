@@ -27,6 +27,7 @@ class ScoredBatch:
 
     Attributes:
         policy, reference: [K], log-probs of the responses.
+        mismatched_keys: (data set, number) of the responses in `mismatched`, the same wherever their prompt comes.
     """
 
     policy: torch.Tensor
@@ -39,24 +40,31 @@ class ScoredBatch:
     preferences: torch.Tensor
     mismatched: torch.Tensor
     n_units: int
+    mismatched_keys: list[tuple[int, int]]
 
     @classmethod
     def of(cls, batch: MicroBatch, policy: torch.Tensor, reference: torch.Tensor) -> ScoredBatch:
         names = [each.name for each in dataclasses.fields(cls)]
         own = {name: getattr(batch, name).cpu() for name in names if name in vars(batch)}
-        return cls(policy=policy.detach().cpu(), reference=reference.detach().cpu(), n_units=len(batch.units), **own)
+        sums = {"policy": policy.detach().cpu(), "reference": reference.detach().cpu()}
+        keys = [batch.keys[index] for index in own["mismatched"].tolist()]
+        return cls(**sums, n_units=len(batch.units), mismatched_keys=keys, **own)
 
     @classmethod
     def join(cls, parts: Sequence[ScoredBatch]) -> ScoredBatch:
         """All of them as one, indices shifted."""
         before, units, shifted = 0, 0, []
+        seen: set[tuple[int, int]] = set()
         for part in parts:
+            # A prompt whose responses lie in several passes of an evaluation brings its mismatched one in each.
+            new = [number for number, key in enumerate(part.mismatched_keys) if key not in seen]
+            seen.update(part.mismatched_keys)
             shifted.append(
                 dataclasses.replace(
                     part,
                     pairs=torch.where(part.pairs >= 0, part.pairs + before, part.pairs),
                     preferences=part.preferences + before,
-                    mismatched=part.mismatched + before,
+                    mismatched=part.mismatched[new] + before,
                     group=part.group + units,
                 )
             )
@@ -64,9 +72,9 @@ class ScoredBatch:
         tensors = {
             each.name: torch.cat([getattr(part, each.name) for part in shifted])
             for each in dataclasses.fields(cls)
-            if each.name != "n_units"
+            if each.name not in ("n_units", "mismatched_keys")
         }
-        return cls(**tensors, n_units=units)
+        return cls(**tensors, n_units=units, mismatched_keys=sorted(seen))
 
 
 @dataclass
